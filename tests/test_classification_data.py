@@ -12,7 +12,7 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import Examples
 from lrpe_fairseq.experiments.records.console import UserError
-from tests.test_data_prep import files, load
+from tests.test_data_prep import counted, load, unpacked
 
 sst2, digits, listops, mnist = map(load, ("sst2-bytes", "digits", "listops", "mnist5k"))
 LENGTHS, SYMBOLS = listops.LENGTHS, listops.SYMBOLS
@@ -28,34 +28,23 @@ def stored(bin_dir, split, end):
     return Examples(inputs, examples.labels_of(bin_dir / "label" / split).tolist())
 
 
-def same_bytes(one, other):
-    assert files(one) == files(other)
-    for file in files(one):
-        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+def labeled(own):
+    """Pairs of an input and its label."""
+    return [(tuple(row), label) for row, label in zip(own.inputs, own.labels, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def digits_data(tmp_path_factory):
-    dest = tmp_path_factory.mktemp("images") / "digits"
-    assert digits.main(["--dest", str(dest)]) == 0
-    return dest
-
-
-def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(digits_data):
-    known = load_digits()
-    whole = sorted(
-        (tuple((15 * image.astype(int)).tolist()), int(label))
-        for image, label in zip(known.data, known.target, strict=True)
-    )
-    found = []
+def test_the_digits_are_those_of_scikit_learn_in_disjoint_stratified_splits(tmp_path):
+    assert digits.main(["--dest", str(tmp_path)]) == 0
+    known, found = load_digits(), []
+    whole = Examples((15 * known.data.astype(int)).tolist(), known.target.tolist())
     for split, size in examples.DIGITS.sizes.items():
-        own = stored(digits_data / "bin", split, end=False)
+        own = stored(tmp_path / "bin", split, end=False)
         assert len(own.labels) == size
         share = np.bincount(own.labels) / np.bincount(known.target)
-        assert np.abs(share - size / len(whole)).max() < 0.01
-        found += [(tuple(row), label) for row, label in zip(own.inputs, own.labels, strict=True)]
-    assert sorted(found) == whole
-    manifest = prep.Steps(digits_data, "digits", "8x8").old
+        assert np.abs(share - size / len(known.target)).max() < 0.01
+        found += labeled(own)
+    assert sorted(found) == sorted(labeled(whole))
+    manifest = prep.Steps(tmp_path, "digits", "8x8").old
     assert manifest["splits"]["test"]["tokens"] == 540 * 64
     assert manifest["classes"] == 10
 
@@ -70,15 +59,14 @@ def test_mnist_has_its_own_test_set_and_validation_is_part_of_training(tmp_path)
             (tmp_path / f"{name}.xz").write_bytes(lzma.compress(content))
             md5[name] = hashlib.md5(content).hexdigest()
         rows = pixels.reshape(count, -1).tolist()
-        known.append(sorted((tuple(row), int(c)) for row, c in zip(rows, classes, strict=True)))
+        known.append(sorted(labeled(Examples(rows, classes.tolist()))))
     made = mnist.prepare_whole(tmp_path / "data", tmp_path, md5=md5, held_out=10)
-    found = {}
-    for split in prep.SPLITS:
-        own = stored(tmp_path / "data" / "bin", split, end=False)
-        found[split] = [(tuple(row), c) for row, c in zip(own.inputs, own.labels, strict=True)]
-    assert sorted(found["train"] + found["valid"]) == known[0]
-    assert sorted(c for _, c in found["valid"]) == list(range(10))
-    assert sorted(found["test"]) == known[1]
+    train, valid, test = (
+        labeled(stored(tmp_path / "data" / "bin", split, end=False)) for split in prep.SPLITS
+    )
+    assert sorted(train + valid) == known[0]
+    assert sorted(c for _, c in valid) == list(range(10))
+    assert sorted(test) == known[1]
     assert (made["corpus"], made["level"]) == ("mnist", "28x28")
     (tmp_path / f"{images}.xz").write_bytes(lzma.compress(b"other"))
     with pytest.raises(UserError, match="is truncated or not the expected version"):
@@ -87,46 +75,34 @@ def test_mnist_has_its_own_test_set_and_validation_is_part_of_training(tmp_path)
 
 def value(tokens):
     """The value of an expression, by a stack of open operators; independent of the generator."""
-    stack: list[list] = [["[MAX"]]
+    operators = {
+        "[MIN": min,
+        "[MAX": max,
+        "[MED": lambda *numbers: int(np.median(numbers)),
+        "[SM": lambda *numbers: sum(numbers) % 10,
+    }
+    stack: list[list] = [[]]
     for token in tokens:
         if token.startswith("["):
-            stack.append([token])
+            stack.append([operators[token]])
         elif token == "]":
             operator, *given = stack.pop()
-            stack[-1].append(
-                {
-                    "[MIN": lambda v: v[0],
-                    "[MAX": lambda v: v[-1],
-                    "[MED": lambda v: int(np.median(v)),
-                    "[SM": lambda v: int(str(sum(v))[-1]),
-                }[operator](sorted(given))
-            )
+            stack[-1].append(operator(*given))
         else:
             stack[-1].append(int(token))
-    assert len(stack) == 1
-    assert len(stack[0]) == 2
-    return stack[0][1]
+    ((found,),) = stack
+    return found
 
 
-@pytest.fixture(scope="module")
-def short():
-    sizes = {"train": 4_000, "valid": 300, "test": 300}
-    return listops.generate(replace(LENGTHS["20-100"], sizes=sizes), 1)
-
-
-def test_labels_are_those_of_an_independent_evaluator(short):
-    some = listops.generate(replace(LENGTHS["100-400"], sizes={"train": 60}), 1)["train"]
-    for inputs, labels in (
-        (short["train"].inputs[:2000], short["train"].labels),
-        (some.inputs, some.labels),
-    ):
-        for tokens, label in zip(inputs, labels, strict=False):
+def test_expressions_have_their_values_and_lengths_and_none_occurs_twice():
+    sizes = {"train": 1_000, "valid": 300, "test": 300}
+    short = listops.generate(replace(LENGTHS["20-100"], sizes=sizes), 1)
+    long = listops.generate(replace(LENGTHS["100-400"], sizes={"train": 60}), 1)
+    for own in [*short.values(), *long.values()]:
+        for tokens, label in labeled(own):
             assert value([SYMBOLS[token] for token in tokens]) == label
-
-
-def test_lengths_are_within_the_bounds_and_no_expression_occurs_twice(short):
     rows = [tuple(row) for split in short.values() for row in split.inputs]
-    assert len(set(rows)) == len(rows) == 4_600
+    assert len(set(rows)) == len(rows) == 1_600
     assert min(map(len, rows)) == 21
     assert max(map(len, rows)) < 100
 
@@ -147,15 +123,13 @@ def test_expressions_are_stored_as_tokens_and_are_the_same_on_every_machine(tmp_
 def test_sst2_is_stored_byte_by_byte_and_valid_is_held_out_of_train(tmp_path):
     phrases = [f"phrase {n} is “{'good' if n % 2 else 'bad'}” " for n in range(40)]
     for name, chosen in (("train", phrases[:30]), ("dev", phrases[30:])):
-        path = tmp_path / "from" / "SST-2" / f"{name}.tsv"
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = "".join(f"{p}\t{phrases.index(p) % 2}\n" for p in chosen)
-        path.write_text("sentence\tlabel\n" + rows, encoding="utf-8")
+        content = f"sentence\tlabel\n{rows}".encode()
+        unpacked(tmp_path / "from" / "SST-2", {f"{name}.tsv": content})
     manifest = sst2.prepare(tmp_path / "dest", tmp_path / "from")
-    sizes = {split: found["examples"] for split, found in manifest["splits"].items()}
-    assert sizes == {"train": 27, "valid": 3, "test": 10}
+    assert counted(manifest, "examples") == {"train": 27, "valid": 3, "test": 10}
     known = {}
-    for split in sizes:
+    for split in prep.SPLITS:
         own = stored(tmp_path / "dest" / "bin", split, end=True)
         texts = [bytes(row).decode() for row in own.inputs]
         assert [phrases.index(f"{text} ") % 2 for text in texts] == own.labels

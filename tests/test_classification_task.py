@@ -14,16 +14,18 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.criterions.classification import ClassificationCriterion, scores
 from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.data import corpus, examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.tasks.classification import ClassificationConfig, LRPEClassificationTask
+from tests.test_data_prep import unpacked
 
 PAD, FIRST = 1, 4
 CLASSES = 3
 SIZES = {"train": 50, "valid": 10, "test": 10}
 
 
-def lengths_and_labels(split):
+def examples_of(split):
     rng = np.random.RandomState(len(split))
     rows = [rng.randint(0, 256, rng.randint(1, 20)).tolist() for _ in range(SIZES[split])]
     return Examples(rows, rng.randint(0, CLASSES, SIZES[split]).tolist())
@@ -34,28 +36,24 @@ def data(tmp_path_factory):
     """Random bytes with classes: ``bin`` of data-prep."""
     dest = tmp_path_factory.mktemp("classes")
     steps = corpus.Steps(dest, "test", "bytes")
-    splits = {split: lengths_and_labels(split) for split in SIZES}
+    splits = {split: examples_of(split) for split in SIZES}
     examples.prepare(steps, {}, lambda: splits, symbols=BYTES, classes=CLASSES)
     return dest / "bin"
 
 
 @pytest.fixture(scope="module")
 def paired(data, tmp_path_factory):
-    """The same, with the inputs of the training set as second inputs of test, and so on."""
-    folder = tmp_path_factory.mktemp("pairs") / "bin"
-    shutil.copytree(data, folder)
-    (folder / "input1").mkdir()
-    shutil.copy(folder / "input0" / "dict.txt", folder / "input1")
+    """The same, with the inputs of test as second inputs of valid."""
+    folder = shutil.copytree(data, tmp_path_factory.mktemp("pairs") / "bin")
+    shutil.copytree(folder / "input0", folder / "input1")
     for kind in ("bin", "idx"):
         shutil.copy(folder / "input0" / f"test.{kind}", folder / "input1" / f"valid.{kind}")
     return folder
 
 
 def task_of(folder, split="train", **options):
-    cfg = ClassificationConfig(
-        **{"data": str(folder), "num_classes": CLASSES, "seed": 1, **options}
-    )
-    task = LRPEClassificationTask.setup_task(cfg)
+    given = {"data": str(folder), "num_classes": CLASSES, "seed": 1, **options}
+    task = LRPEClassificationTask.setup_task(ClassificationConfig(**given))
     task.load_dataset(split)
     return task
 
@@ -69,8 +67,7 @@ def batches(task, epoch, split="train"):
 
 
 def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data):
-    task, known = task_of(data), lengths_and_labels("train")
-    dataset = task.dataset("train")
+    dataset, known = task_of(data).dataset("train"), examples_of("train")
     batch = dataset.collater([dataset[row] for row in (7, 0, 30)])
     tokens = batch["net_input"]["src_tokens"]
     for place, row in enumerate((7, 0, 30)):
@@ -86,7 +83,7 @@ def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data):
 
 def test_long_inputs_are_cut_at_the_end(data):
     task = task_of(data, max_positions=4)
-    dataset, known = task.dataset("train"), lengths_and_labels("train")
+    dataset, known = task.dataset("train"), examples_of("train")
     row = int(np.argmax([len(inputs) for inputs in known.inputs]))
     assert (dataset[row]["inputs"][0] - FIRST).tolist() == known.inputs[row][:4]
     assert dataset.sizes.max() == 4
@@ -94,8 +91,8 @@ def test_long_inputs_are_cut_at_the_end(data):
 
 
 def test_a_pair_has_two_inputs_and_counts_as_twice_the_longer_one(paired):
-    task = task_of(paired, "valid")
-    dataset, first, second = task.dataset("valid"), *map(lengths_and_labels, ("valid", "test"))
+    dataset = task_of(paired, "valid").dataset("valid")
+    first, second = examples_of("valid"), examples_of("test")
     batch = dataset.collater([dataset[0], dataset[1]])
     for name, known in (("src_tokens", first), ("src_tokens2", second)):
         real = batch["net_input"][name][1]
@@ -107,15 +104,13 @@ def test_a_pair_has_two_inputs_and_counts_as_twice_the_longer_one(paired):
 
 @pytest.mark.parametrize("random", [False, True])
 def test_every_epoch_has_other_batches_which_a_resumed_training_sees_too(data, random):
-    whole = task_of(data, random_batches=random)
+    whole, resumed, other = (task_of(data, random_batches=random, seed=n) for n in (1, 1, 2))
     epochs = [batches(whole, epoch) for epoch in (1, 2, 3)]
     for one in epochs:
         assert sorted(chain(*one)) == list(range(50))
     groups = [{frozenset(batch) for batch in one} for one in epochs]
     assert groups[0] != groups[1] != groups[2]
-    resumed = task_of(data, random_batches=random)
-    assert batches(resumed, 3) == epochs[2]
-    assert batches(task_of(data, random_batches=random, seed=2), 3) != epochs[2]
+    assert batches(resumed, 3) == epochs[2] != batches(other, 3)
 
 
 def test_a_batch_has_inputs_of_similar_lengths_unless_they_are_random(data):
@@ -127,23 +122,21 @@ def test_a_batch_has_inputs_of_similar_lengths_unless_they_are_random(data):
     assert padding(False) < padding(True) / 3
 
 
-def refused(folder, **options):
-    with pytest.raises(Refusal) as refusal:
-        task_of(folder, **options)
-    return str(refusal.value)
-
-
 def test_data_that_do_not_fit_are_refused_in_one_sentence(data, tmp_path):
-    assert "lists 3 classes: set --num-classes 3, not 2" in refused(data, num_classes=2)
-    assert "has no input0/dict.txt" in refused(tmp_path)
-    assert "train7.idx does not exist" in refused(data, split="train7")
-    assert "--max-positions must be at least 1" in refused(data, max_positions=0)
-    shutil.copytree(data, tmp_path / "bin")
+    def refused(sentence, folder, **options):
+        with pytest.raises(Refusal, match=sentence):
+            task_of(folder, **options)
+
+    refused("lists 3 classes: set --num-classes 3, not 2", data, num_classes=2)
+    refused("has no input0/dict.txt", tmp_path)
+    refused("train7.idx does not exist", data, split="train7")
+    refused("--max-positions must be at least 1", data, max_positions=0)
+    folder = shutil.copytree(data, tmp_path / "bin")
     for kind in ("bin", "idx"):
-        shutil.copy(tmp_path / f"bin/label/valid.{kind}", tmp_path / f"bin/label/train.{kind}")
-    assert "does not have one of the 3 classes for each of the 50" in refused(tmp_path / "bin")
-    (tmp_path / "bin" / "label" / "dict.txt").write_text("1 1\n0 1\n2 1\n")
-    assert "does not list the classes 0, 1, ..." in refused(tmp_path / "bin")
+        shutil.copy(folder / "label" / f"valid.{kind}", folder / "label" / f"train.{kind}")
+    refused("does not have one of the 3 classes for each of the 50", folder)
+    (folder / "label" / "dict.txt").write_text("1 1\n0 1\n2 1\n")
+    refused("does not list the classes 0, 1, ...", folder)
 
 
 class Answers(nn.Module):
@@ -163,9 +156,8 @@ def criterion_of(smoothing=0.0):
 
 @pytest.fixture
 def case():
-    generator = torch.Generator().manual_seed(1)
-    logits = 3 * torch.randn(40, 12, generator=generator)
-    return logits, torch.randint(0, 12, (40,), generator=generator)
+    torch.manual_seed(1)
+    return 3 * torch.randn(40, 12), torch.randint(0, 12, (40,))
 
 
 def test_hard_targets_equal_soft_ones_and_smoothing_is_that_of_torch(case):
@@ -176,9 +168,8 @@ def test_hard_targets_equal_soft_ones_and_smoothing_is_that_of_torch(case):
     for other in (soft, soft.double()):
         found = criterion(model, sample_of(logits, other))
         torch.testing.assert_close(found[0], hard[0])
-        assert {k: float(v) for k, v in found[2].items() if "_" in k} == {
-            k: float(v) for k, v in hard[2].items() if "_" in k
-        }
+        counts = [{k: float(v) for k, v in log.items() if "_" in k} for log in (found[2], hard[2])]
+        assert counts[0] == counts[1]
     expected = F.cross_entropy(logits, target, label_smoothing=0.1, reduction="sum")
     torch.testing.assert_close(hard[0], expected)
     each = criterion(model, sample_of(logits, target), reduce=False)[0]
@@ -217,3 +208,17 @@ def test_few_classes_have_no_top5_and_half_precision_is_summed_in_float32():
     assert float(loss) == 60000
     assert "_top5" not in log
     assert int(log["_accuracy"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "splits"), [([], ["valid"]), (["--splits", "train", "valid"], ["train", "valid"])]
+)
+def test_an_evaluation_is_of_the_splits_of_the_data(given, splits, tmp_path, monkeypatch):
+    """ImageNet has no test split."""
+    unpacked(tmp_path, {"bin/train.tsv": b"", "bin/valid.tsv": b""})
+    seen = []
+    monkeypatch.setattr(evaluate, "evaluate_classifier", lambda *words: seen.append(words[2]))
+    monkeypatch.setattr(evaluate, "_data_folder", lambda folder: folder)
+    monkeypatch.setattr(evaluate, "report", lambda *_: None)
+    assert evaluate.classifier(["a.pt", str(tmp_path), *given]) == 0
+    assert seen == [splits]

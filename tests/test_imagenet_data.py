@@ -3,30 +3,17 @@
 import hashlib
 import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
 
-from tests.test_data_prep import load, refusal
+from tests.test_data_prep import load, refusal, tar, unpacked
 
 imagenet = load("imagenet")
 Archives, Source = imagenet.Archives, imagenet.Source
 NAMES = ["n00000001", "n00000002"]
+VALID_CLASSES = [NAMES[1], NAMES[0], NAMES[0], NAMES[1]]
 TINY = Source("imagenet", "tiny", {"train": 6, "valid": 4}, 2)
-
-
-def tar(members):
-    """A tar archive; None stands for a link to a password file."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            if content is None:
-                info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            info.size = len(content or b"")
-            archive.addfile(info, io.BytesIO(content or b""))
-    return out.getvalue()
 
 
 def train_images(name):
@@ -40,7 +27,7 @@ def archives_in(folder, **changed):
         "val": tar({f"ILSVRC2012_val_{n:08}.JPEG": b"%d" % n for n in range(1, 5)}),
         "devkit": b"not read",
     } | changed
-    folder.mkdir(exist_ok=True)
+    folder.mkdir()
     known = {}
     for part, content in contents.items():
         name = getattr(Archives(), part)[0]
@@ -52,16 +39,10 @@ def archives_in(folder, **changed):
 @pytest.fixture
 def folders(tmp_path):
     """Class folders with the same images as the archives."""
-    source = tmp_path / "given"
-    for name in NAMES:
-        (source / "train" / name).mkdir(parents=True)
-        (source / "val" / name).mkdir(parents=True)
-        for file, content in train_images(name).items():
-            (source / "train" / name / file).write_bytes(content)
-    for number, name in zip((1, 2, 3, 4), (NAMES[i] for i in (1, 0, 0, 1)), strict=True):
-        path = source / "val" / name / f"ILSVRC2012_val_{number:08}.JPEG"
-        path.write_bytes(b"%d" % number)
-    return source
+    members = {f"train/{n}/{file}": own for n in NAMES for file, own in train_images(n).items()}
+    for number, name in enumerate(VALID_CLASSES, 1):
+        members[f"val/{name}/ILSVRC2012_val_{number:08}.JPEG"] = b"%d" % number
+    return unpacked(tmp_path / "given", members)
 
 
 KNOWN = imagenet.validation_classes
@@ -70,8 +51,7 @@ KNOWN = imagenet.validation_classes
 @pytest.fixture(autouse=True)
 def classes(monkeypatch):
     """The classes of the validation images, without the devkit's table, which is MATLAB's."""
-    found = [NAMES[i] for i in (1, 0, 0, 1)]
-    monkeypatch.setattr(imagenet, "validation_classes", lambda devkit: found)
+    monkeypatch.setattr(imagenet, "validation_classes", lambda devkit: VALID_CLASSES)
 
 
 def index_of(dest):
@@ -120,20 +100,13 @@ EVIL = ["../n00000009.tar", "/tmp/n00000009.tar", "sub/n00000009.tar", "n0000000
 
 @pytest.mark.parametrize("name", EVIL)
 def test_nothing_is_written_outside_for_a_malicious_member(name, tmp_path):
-    inner = tar(
-        {
-            f"../{NAMES[0]}_1.JPEG": b"evil",
-            f"/{NAMES[0]}_2.JPEG": b"evil",
-            f"{NAMES[0]}_3.JPEG": None,
-        }
-    )
-    packed = archives_in(tmp_path / "packed", train=tar({name: inner}))
+    image = NAMES[0]
+    members = {f"../{image}_1.JPEG": b"evil", f"/{image}_2.JPEG": b"evil", f"{image}_3.JPEG": None}
+    packed = archives_in(tmp_path / "packed", train=tar({name: tar(members)}))
     refusal(imagenet.prepare, tmp_path / "dest", tmp_path / "packed", TINY, packed)
-    found = [path for path in tmp_path.rglob("*") if path.suffix in (".JPEG", ".tar")]
-    inside = [path for path in found if path.is_relative_to(tmp_path / "dest" / "images")]
-    assert {path.parent for path in found} - {path.parent for path in inside} == {
-        tmp_path / "packed"
-    }
+    found = {path for path in tmp_path.rglob("*") if path.suffix in (".JPEG", ".tar")}
+    inside = {path for path in found if path.is_relative_to(tmp_path / "dest" / "images")}
+    assert {path.parent for path in found - inside} == {tmp_path / "packed"}
     assert not any(path.is_symlink() for path in inside)
 
 
@@ -150,17 +123,11 @@ def test_other_images_are_refused_unless_they_are_asked_for(folders, tmp_path):
 def test_the_devkit_gives_the_class_of_every_validation_image(tmp_path):
     matlab = pytest.importorskip("scipy.io", reason="scipy (extra [vision]) is not installed")
     kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("n", "i4")]
-    rows = np.array(
-        [(1, "n00000002", "a", "b", 0), (2, "n00000001", "c", "d", 0), (3, "n9", "e", "f", 2)],
-        dtype=kinds,
-    )
-    table = io.BytesIO()
-    matlab.savemat(table, {"synsets": rows})
-    devkit = tmp_path / "devkit.tar"
-    content = {imagenet.GROUND_TRUTH: b"2\n1\n1\n2\n", imagenet.SYNSETS: table.getvalue()}
-    devkit.write_bytes(
-        tar({f"ILSVRC2012_devkit_t12/data/{name}": body for name, body in content.items()})
-    )
+    rows = [(1, NAMES[1], "a", "b", 0), (2, NAMES[0], "c", "d", 0), (3, "n9", "e", "f", 2)]
+    matlab.savemat(table := io.BytesIO(), {"synsets": np.array(rows, dtype=kinds)})
+    devkit, home = tmp_path / "devkit.tar", "ILSVRC2012_devkit_t12/data/"
+    truth = {f"{home}{imagenet.GROUND_TRUTH}": b"2\n1\n1\n2\n"}
+    devkit.write_bytes(tar({**truth, f"{home}{imagenet.SYNSETS}": table.getvalue()}))
     assert KNOWN(devkit) == [NAMES[0], NAMES[1], NAMES[1], NAMES[0]]
     devkit.write_bytes(tar({"../meta.mat": b""}))
     with pytest.raises(ValueError, match="lacks"):

@@ -25,19 +25,17 @@ from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
 from lrpe_fairseq.tasks import images
 from lrpe_fairseq.tasks.images import Crop, ImagesConfig, LRPEImagesTask, UpdateOrder
 from tests.end_to_end.cases import each_encoding_once, sampled, serves
+from tests.test_classifier import BOTH, PAD, same
+from tests.test_data_prep import unpacked
 
-PAD = 1
-KIND = "encoder-only"
 FEW = [("linear", "rope-2d-mixed"), ("softmax", "lrpe-type2")]
 needs_timm = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("timm", "torchvision")),
     reason="timm or torchvision (extra [vision]) is not installed",
 )
-BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
 def task_of_images(size=32, classes=5):
-    """What the model reads of the task."""
     return SimpleNamespace(
         source_dictionary=Dictionary(),
         num_classes=classes,
@@ -54,31 +52,27 @@ def model_of(size=32, **options):
     return LRPEViT.build_model(config, task_of_images(size)).double().eval()
 
 
-def same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-PARAMETERS = {  # TMLR LRPE, Table 3, prints them in millions
-    ("none", "rotated"): 22_036_456,
-    ("rope", "content"): 22_036_456,
-    ("permuteformer", "content"): 22_036_456,
-    ("lrpe-tmlr-type3", "layernorm"): 22_045_672,
-    ("lrpe-tmlr-type2", "layernorm"): 22_046_056,
-    ("lrpe-tmlr-type1", "layernorm"): 22_046_440,
-}
 SPARE_ROW = 384  # fairseq's learned positions have 198 rows, the authors' 197
 
 
-@pytest.mark.parametrize(("encoding", "normalizer"), PARAMETERS)
-def test_the_model_has_the_parameters_of_the_paper(encoding, normalizer):
-    grid = "axial" if encoding in ("rope", "lrpe-tmlr-type1", "lrpe-tmlr-type2") else "sum"
-    config = LRPEViTConfig(
-        position_encoding=encoding, attention_normalizer=normalizer, position_grid=grid
-    )
+@pytest.mark.parametrize(
+    ("encoding", "normalizer", "grid", "parameters"),
+    [  # TMLR LRPE, Table 3, prints them in millions
+        ("none", "rotated", "sum", 22_036_456),
+        ("rope", "content", "axial", 22_036_456),
+        ("permuteformer", "content", "sum", 22_036_456),
+        ("lrpe-tmlr-type3", "layernorm", "sum", 22_045_672),
+        ("lrpe-tmlr-type2", "layernorm", "axial", 22_046_056),
+        ("lrpe-tmlr-type1", "layernorm", "axial", 22_046_440),
+    ],
+)
+def test_the_model_has_the_parameters_of_the_paper(encoding, normalizer, grid, parameters):
+    names = ("position_encoding", "attention_normalizer", "position_grid")
+    given = dict(zip(names, (encoding, normalizer, grid), strict=True))
     with torch.device("meta"):
-        model = LRPEViT.build_model(OmegaConf.structured(config), task_of_images(224, 1000))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count - SPARE_ROW == PARAMETERS[encoding, normalizer]
+        config = OmegaConf.structured(LRPEViTConfig(**given))
+        model = LRPEViT.build_model(config, task_of_images(224, 1000))
+    assert sum(p.numel() for p in model.parameters()) - SPARE_ROW == parameters
 
 
 def test_repeated_images_are_not_shuffled_after_the_last_epoch_of_the_curriculum(written):
@@ -90,7 +84,7 @@ def test_repeated_images_are_not_shuffled_after_the_last_epoch_of_the_curriculum
 
 @pytest.mark.parametrize(
     ("attention", "encoding"),
-    sampled([pair for pair in each_encoding_once() if serves(pair[1], KIND)], FEW),
+    sampled([pair for pair in each_encoding_once() if serves(pair[1], "encoder-only")], FEW),
 )
 def test_an_image_has_one_output_alone_and_anywhere_in_a_batch(attention, encoding):
     model = model_of(attention_type=attention, position_encoding=encoding)
@@ -168,16 +162,9 @@ def test_options_that_contradict_the_images_are_refused(options, sentence):
         LRPEViT.build_model(config, task_of_images())
 
 
-def batches_of(order, count, seed=0):
-    """(updates, batches, batch) of copies of images."""
-    found = order(np.random.default_rng(seed).permutation(count))
-    return found.reshape(-1, order.batches, order.batch)
-
-
 def test_copies_of_an_image_are_in_different_batches_of_one_update():
     order = UpdateOrder(repeats=3, batch=10, batches=4)
-    found = batches_of(order, 1000)
-    assert found.shape == (768 // 40, 4, 10)
+    found = order(np.random.default_rng(0).permutation(1000)).reshape(768 // 40, 4, 10)
     assert len(np.unique(found)) == found.size
     for update in found % 1000:
         for batch in update:
@@ -220,47 +207,41 @@ def bright_image(label, generator):
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-def write_images(folder, count=24, classes=2):
-    """Write images, whose classes take turns, and their index."""
-    generator = np.random.default_rng(0)
-    (folder / "bin" / "label").mkdir(parents=True)
-    (folder / "bin" / "label" / "dict.txt").write_text("".join(f"{c} 1\n" for c in range(classes)))
-    for split in ("train", "valid"):
-        lines = []
-        for number in range(count):
-            label = number % classes
-            path = folder / "images" / split / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            bright_image(label, generator).save(path)
-            lines.append(f"{label}\t{path.stat().st_size}\timages/{split}/{number}.png\n")
-        (folder / "bin" / f"{split}.tsv").write_text("".join(lines))
-    return folder / "bin"
-
-
 def write_class_folders(folder, count=24, classes=2):
-    """Write images in the layout of ImageNet: train/<class> and val/<class>."""
+    """Write images, whose classes take turns, in the layout of ImageNet: train|val/<class>."""
     generator = np.random.default_rng(0)
     for split, number in product(("train", "val"), range(count)):
         label = number % classes
-        path = folder / split / f"n{label:08}" / f"{number}.png"
+        path = folder / split / f"n{label:08}" / f"{number:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         bright_image(label, generator).save(path)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("images"))
+    """The folder ``bin`` of such images, whose number is the place in the index."""
+    folder = tmp_path_factory.mktemp("images")
+    write_class_folders(folder)
+    (folder / "val").rename(folder / "valid")
+    unpacked(folder, {"bin/label/dict.txt": b"0 1\n1 1\n"})
+    for split in ("train", "valid"):
+        paths = sorted((folder / split).glob("*/*.png"), key=lambda path: path.name)
+        lines = (
+            f"{int(path.parent.name[1:])}\t{path.stat().st_size}\t{path.relative_to(folder)}\n"
+            for path in paths
+        )
+        (folder / "bin" / f"{split}.tsv").write_text("".join(lines))
+    return folder / "bin"
 
 
 def task_with(bin_dir, **options):
-    given = {"data": str(bin_dir), "num_classes": 2, "image_size": 32, "seed": 1}
-    batches = {"batch_size": 4, "curriculum": 9, "update_freq": [3]}
-    chosen = {**given, **batches, "required_batch_size_multiple": 1, **options}
+    given = {"data": str(bin_dir), "num_classes": 2, "image_size": 32, "seed": 1, "curriculum": 9}
+    batches = {"batch_size": 4, "update_freq": [3], "required_batch_size_multiple": 1}
+    chosen = {**given, **batches, **options}
     return LRPEImagesTask.setup_task(OmegaConf.structured(ImagesConfig(**chosen)))
 
 
 def batches_in(task, epoch=1, workers=0):
-    """The training batches of an epoch."""
     task.load_dataset("train")
     iterator = task.get_batch_iterator(
         task.dataset("train"), max_sentences=4, epoch=epoch, num_workers=workers
@@ -272,7 +253,7 @@ def test_validation_images_are_resized_cropped_and_normalized(written):
     task = task_with(written, no_augmentation=True)
     task.load_dataset("valid")
     sample = task.dataset("valid")[0]
-    with Image.open(written.parent / "images" / "valid" / "0.png") as image:
+    with Image.open(written.parent / "valid" / "n00000000" / "00.png") as image:
         resized = np.array(image.resize((43, 36), Image.Resampling.BICUBIC))[2:34, 6:38]
     expected = (resized / 255 - np.array(images.MEAN)) / np.array(images.STD)
     found = sample["image"].permute(1, 2, 0).double()
@@ -307,18 +288,14 @@ def test_repeated_images_come_in_order_and_every_epoch_has_others(written):
 
 @needs_timm
 def test_augmentation_depends_on_seed_epoch_and_place_only(written):
-    found = {
-        name: torch.cat([b["net_input"]["src_tokens"] for b in batches_in(task, epoch, workers)])
-        for name, task, epoch, workers in [
-            ("first", task_with(written, repeats=3), 1, 0),
-            ("with workers", task_with(written, repeats=3), 1, 2),
-            ("second epoch", task_with(written, repeats=3), 2, 0),
-            ("other seed", task_with(written, repeats=3, seed=2), 1, 0),
-        ]
-    }
-    assert torch.equal(found["first"], found["with workers"])
-    assert not torch.equal(found["first"], found["second epoch"])
-    assert not torch.equal(found["first"], found["other seed"])
+    def images_of(epoch=1, workers=0, seed=1):
+        task = task_with(written, repeats=3, seed=seed)
+        return torch.cat([b["net_input"]["src_tokens"] for b in batches_in(task, epoch, workers)])
+
+    first = images_of()
+    assert torch.equal(first, images_of(workers=2))
+    assert not torch.equal(first, images_of(epoch=2))
+    assert not torch.equal(first, images_of(seed=2))
 
 
 @needs_timm
@@ -457,13 +434,16 @@ def bad_image(request, tmp_path):
     return path
 
 
+UNREADABLE = r"0\.png cannot be read as an image"
+
+
 @pytest.mark.parametrize(
     ("bad_image", "sentence"),
     [
-        ("png text", r"0\.png cannot be read as an image"),
-        ("png cut", r"0\.png cannot be read as an image"),
-        ("png with a wrong checksum", r"0\.png cannot be read as an image"),
-        ("png absent", r"0\.png cannot be read as an image"),
+        ("png text", UNREADABLE),
+        ("png cut", UNREADABLE),
+        ("png with a wrong checksum", UNREADABLE),
+        ("png absent", UNREADABLE),
         (
             "png above the limit",
             r"0\.png has more pixels than the 1,000 that Pillow reads: make it",

@@ -33,13 +33,11 @@ def drawn(task, count=400, multiple=0, **keywords):
 
 
 def copied(seen):
-    place = seen.index("separator")
-    return seen[1 + len(seen) - 1 - place]
+    return seen[len(seen) - seen.index("separator")]
 
 
 def reversed_(seen):
-    place = seen.index("separator")
-    return seen[place - (len(seen) - place)]
+    return seen[2 * seen.index("separator") - len(seen)]
 
 
 def recalled(seen):
@@ -106,41 +104,27 @@ def test_a_hand_built_solver_is_right_everywhere_and_a_constant_answer_at_chance
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_no_sequence_of_a_split_occurs_in_an_earlier_one(task):
-    known: set[Tokens] = set()
-    for samples in generated(task).values():
-        here = {sample.inputs for sample in samples}
-        assert not here & known
-        known |= here
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_splits_have_their_lengths_and_every_symbol_is_in_the_dictionary(task):
-    recipe = Recipe(task, "tiny")
-    splits, longest = generated(task), recipe.length
-    words = {"copy": lambda t: (t - 1) // 2, "reverse": lambda t: (t - 1) // 2}
-    words["grid"] = lambda t: t // recipe.sizes.width - 1
-    length = {
-        name: {words.get(task, lambda t: t)(len(s.inputs)) for s in samples}
-        for name, samples in splits.items()
-    }
+def test_splits_differ_have_their_lengths_and_only_symbols_of_the_dictionary(task):
+    recipe, splits = Recipe(task, "tiny"), generated(task)
+    every = [sample for samples in splits.values() for sample in samples]
+    distinct = [len({sample.inputs for sample in samples}) for samples in splits.values()]
+    assert len({sample.inputs for sample in every}) == sum(distinct)
+    words = {
+        "copy": lambda t: (t - 1) // 2,
+        "reverse": lambda t: (t - 1) // 2,
+        "grid": lambda t: t // recipe.sizes.width - 1,
+    }.get(task, lambda t: t)
+    length = {name: {words(len(s.inputs)) for s in samples} for name, samples in splits.items()}
     for multiple in synthetic.MULTIPLES:
-        assert length[f"test{multiple}"] == {multiple * longest}
-    assert max(length["train"]) <= longest
+        assert length[f"test{multiple}"] == {multiple * recipe.length}
+    assert max(length["train"]) <= recipe.length
     assert len(length["train"]) > 2  # mixed, so that no lag or place is constant
-    used = {t for samples in splits.values() for s in samples for t in (*s.inputs, *s.targets)}
-    assert used - {PAD} <= set(recipe.vocabulary)
-    assert all(len(s.inputs) == len(s.targets) for samples in splits.values() for s in samples)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_longer_samples_are_scored_beyond_every_sample_of_training_only(task):
-    splits = generated(task)
+    assert {t for s in every for t in (*s.inputs, *s.targets)} - {PAD} <= set(recipe.vocabulary)
+    assert all(len(sample.inputs) == len(sample.targets) for sample in every)
     seen = max(len(sample.inputs) for sample in splits["train"])
     for multiple in synthetic.MULTIPLES[1:]:
-        for sample in splits[f"test{multiple}"]:
+        for sample in splits[f"test{multiple}"]:  # scored beyond every sample of training only
             places = [place for place, target in enumerate(sample.targets) if target != PAD]
-            assert places
             assert min(places) >= seen
 
 
@@ -178,15 +162,8 @@ def test_random_fillers_are_neither_blanks_nor_keys_nor_values():
         Recipe("copy", "tiny", fillers="random")
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    dest = tmp_path_factory.mktemp("tasks") / "flip-flop"
-    synthetic.prepare(dest, Recipe("flip-flop", "tiny"))
-    return dest
-
-
-def test_the_manifest_counts_samples_answers_and_chance(prepared):
-    found = synthetic.prepare(prepared, Recipe("flip-flop", "tiny"))
+def test_the_manifest_counts_samples_answers_and_chance(tmp_path):
+    found = synthetic.prepare(tmp_path, Recipe("flip-flop", "tiny"))
     for split, samples in generated("flip-flop").items():
         targets = [t for s in samples for t in s.targets]
         counts = found["splits"][split]
@@ -200,10 +177,8 @@ def test_the_manifest_counts_samples_answers_and_chance(prepared):
 
 def test_the_text_is_the_same_on_every_machine():
     """A numpy whose streams differ would make other data under the same name."""
-    found = {
-        task: hashlib.sha256(repr(list(generated(task).values())).encode()).hexdigest()[:16]
-        for task in TASKS
-    }
+    texts = {task: repr(list(generated(task).values())).encode() for task in TASKS}
+    found = {task: hashlib.sha256(text).hexdigest()[:16] for task, text in texts.items()}
     assert found == CHECKSUMS
 
 

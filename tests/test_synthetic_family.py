@@ -1,6 +1,5 @@
 """The family of the synthetic suite: its runs, its counts, and the choice of the learning rate."""
 
-import functools
 import json
 from dataclasses import replace
 
@@ -15,22 +14,17 @@ from lrpe_fairseq.experiments.records.keys import RATE
 from lrpe_fairseq.experiments.records.layout import Column, Row, Table
 from lrpe_fairseq.experiments.report.frame import Sheet
 from lrpe_fairseq.experiments.runner.processes import RunFailed
-from tests.trial import a_record
 
 SUITE = [task for task in TASKS if task != "grid"]
 BEST = {"split": "valid", "protocol": "whole", "metric": "loss", "better": "lower"}
 
 
-@functools.cache
-def rope_runs():
-    table = load_named("synthetic")
-    return runs(replace(table, rows=[table.row("RoPE")]), "small", [1])
-
-
 def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column():
-    found = rope_runs()
+    table = load_named("synthetic")
+    found = runs(replace(table, rows=[table.row("RoPE")]), "small", [1])
     assert len(found) == 2 * len(SUITE) * 3
     run = next(r for r in found if "copy-small-lr0.01" in r.name)
+    assert isinstance(run, SyntheticRun)
     assert run.folder.name == "small-RoPE-linear-synthetic-copy-small-lr0.01-seed1"
     assert run.result.parent == ROOT / "results" / "runs" / "synthetic"
     assert run.preparation_of(run.data)[:3] == ["data-prep/synthetic/prepare.py", "--task", "copy"]
@@ -40,64 +34,60 @@ def test_a_cell_has_one_run_per_learning_rate_on_the_data_of_its_column():
     assert splits == ["valid", *(f"test{multiple}" for multiple in MULTIPLES)]
     flip = next(r for r in found if r.data.name == "synthetic-flip-flop-small")
     assert {"sparse", "dense"} <= {split for split, _ in flip.evaluations}
-    assert isinstance(run, SyntheticRun)
-
-
-def said(**changes):
-    numbers = {"exact_loss": "0.25", "answer_accuracy": "0.5", "token_accuracy": "0.75"}
-    values = {**numbers, "samples": "4", "answers": "8", **changes}
-    return f"x | INFO | test16 | {json.dumps({f'test16_{k}': v for k, v in values.items()})}"
 
 
 def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path):
-    counts = {"samples": 4, "answers": 8}
+    log, counts = tmp_path / "log", {"samples": 4, "answers": 8}
     write_json(tmp_path / "manifest.json", {"splits": {"test16": counts}})
-    log = tmp_path / "log"
-    log.write_text(said())
-    found = {"answer_accuracy": 0.5, "token_accuracy": 0.75, "loss": 0.25}
-    assert read_accuracy(log, tmp_path, "test16") == {**found, **counts}
-    log.write_text(said(exact_loss="nan"))
-    assert read_accuracy(log, tmp_path, "test16") == {DIVERGED: 1, **counts}
+
+    def read(split="test16", **changes):
+        numbers = {"exact_loss": "0.25", "answer_accuracy": "0.5", "token_accuracy": "0.75"}
+        values = {f"test16_{key}": value for key, value in (numbers | counts | changes).items()}
+        log.write_text(f"x | INFO | test16 | {json.dumps(values)}")
+        return read_accuracy(log, tmp_path, split)
+
+    measured = {"answer_accuracy": 0.5, "token_accuracy": 0.75, "loss": 0.25}
+    assert read() == {**measured, **counts}
+    assert read(exact_loss="nan") == {DIVERGED: 1, **counts}
     for short in ({"samples": "3"}, {"answers": "7"}):
-        log.write_text(said(**short))
         with pytest.raises(RunFailed, match=r"of test16 were evaluated"):
-            read_accuracy(log, tmp_path, "test16")
+            read(**short)
     with pytest.raises(ValueError, match="printed no numbers for test1"):
-        read_accuracy(log, tmp_path, "test1")
+        read("test1")
 
 
-def a_table(best_by):
+SETTING = {
+    "experiment": "t",
+    "position_encoding": "rope",
+    "attention_type": "softmax",
+    "dataset": "d",
+    "scale": "small",
+    "seed": 1,
+}
+
+
+def scores(best_by, *measured):
+    """The only cell of a table with runs of these (loss, accuracy), each at its own rate."""
     column = Column(
         "test", "test", "softmax", "answer_accuracy", "test4", "whole", best_over=RATE,
         best_by=best_by, better="higher",
     )  # fmt: skip
-    rows = [Row("RoPE", "rope", ["softmax"])]
-    return Table("t", "T", "", ["t"], {"small": ""}, "RoPE", "higher", [column], rows)
-
-
-def a_run(lr, loss, accuracy):
-    tested = {DIVERGED: 1} if accuracy is None else {"answer_accuracy": accuracy}
-    metrics = {"valid": {"whole": {"loss": loss}}, "test4": {"whole": tested}}
-    kind = {"experiment": "t", "position_encoding": "rope", "attention_type": "softmax"}
-    return a_record(**kind, config={RATE: [lr]}, metrics=metrics)
-
-
-def scores(best_by, runs):
-    """The only cell of a table with these runs."""
-    table = a_table(best_by)
-    return Sheet(table, "small", "", runs).scores(table.rows[0], table.columns[0])
+    row, found = Row("RoPE", "rope", ["softmax"]), {}
+    for lr, (loss, accuracy) in enumerate(measured, 1):
+        tested = {DIVERGED: 1} if accuracy is None else {"answer_accuracy": accuracy}
+        metrics = {"valid": {"whole": {"loss": loss}}, "test4": {"whole": tested}}
+        found[f"{lr}"] = {**SETTING, "config": {RATE: [lr]}, "metrics": metrics}
+    table = Table("t", "T", "", ["t"], {"small": ""}, "RoPE", "higher", [column], [row])
+    return Sheet(table, "small", "", found).scores(row, column)
 
 
 def test_the_rate_is_selected_by_validation_loss_and_not_by_the_test_split():
-    found = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, 0.6), "c": a_run(1e-2, 0.3, 0.8)}
     for best_by, value in ((BEST, 0.6), ({}, 0.9)):
-        assert scores(best_by, found) == {1: value}
+        assert scores(best_by, (0.2, 0.9), (0.1, 0.6), (0.3, 0.8)) == {1: value}
 
 
 def test_a_selected_run_that_diverges_on_a_split_is_shown_as_diverged():
-    best_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.1, None)}
-    assert scores(BEST, best_lost) == {}
-    assert scores(BEST, best_lost).lost == {1}
-    other_lost = {"a": a_run(1e-3, 0.2, 0.9), "b": a_run(3e-3, 0.4, None)}
-    assert scores(BEST, other_lost) == {1: 0.9}
-    assert not scores(BEST, other_lost).lost
+    best_lost = scores(BEST, (0.2, 0.9), (0.1, None))
+    assert (best_lost, best_lost.lost) == ({}, {1})
+    other_lost = scores(BEST, (0.2, 0.9), (0.4, None))
+    assert (other_lost, other_lost.lost) == ({1: 0.9}, set())

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from lrpe_fairseq.experiments.data import synthetic as data
 from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.tasks.synthetic import sums
-from tests.end_to_end.commands import PLUGIN, built, run_here
+from tests.end_to_end.commands import PLUGIN, built
+from tests.test_transduction_task import PAD, one_epoch, sums_row_by_row
 
-PAD = 1
 MODEL = (
     "--arch lrpe_lm_tiny --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16 "
     "--decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2 "
@@ -61,33 +61,10 @@ def test_an_answer_with_one_wrong_token_is_wrong_and_unscored_tokens_do_not_coun
 
 
 def test_training_and_validation_report_the_numbers_of_a_direct_computation(folder, tmp_path):
-    log = tmp_path / "log.txt"
-    run_here(
-        "fairseq_cli.train", folder, TASK, MODEL, "--optimizer adam --lr 1e-2 --batch-size 32",
-        "--max-epoch 1 --num-workers 0 --log-format simple --log-interval 1 --criterion",
-        "cross_entropy --save-dir", tmp_path, "--log-file", log,
-    )  # fmt: skip
-    text = log.read_text()
-    line = next(line for line in text.splitlines() if "valid on 'valid'" in line)
-    logged = {name: float(v) for name, v in re.findall(r"(\w+) ([\d.]+)", line)}
-    model, task, _ = built(folder, TASK, MODEL)
-    model.load_state_dict(torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"])
-    task.load_dataset("valid")
+    options = (TASK, MODEL, "--criterion cross_entropy")
+    text, logged, task, model = one_epoch(folder, tmp_path, *options)
     rows = task.dataset("valid")
-    nll, right, exact, answers = 0.0, 0, 0, 0
-    for row in range(len(rows)):
-        batch = rows.collater([rows[row]])
-        with torch.no_grad():
-            scores = model.eval()(**batch["net_input"])[0].log_softmax(-1)[0]
-        scored = batch["target"][0].ne(PAD)
-        target = batch["target"][0, scored]
-        nll -= float(scores[scored].gather(1, target[:, None]).sum())
-        hits = scores[scored].argmax(1).eq(target)
-        right, exact, answers = (
-            right + int(hits.sum()),
-            exact + int(hits.all()),
-            answers + len(hits),
-        )
+    nll, right, answers, exact = sums_row_by_row(rows, model)
     assert logged["loss"] == pytest.approx(nll / answers / np.log(2), abs=2e-3)
     assert logged["token_accuracy"] == pytest.approx(right / answers, abs=1e-5)
     assert logged["answer_accuracy"] == pytest.approx(exact / len(rows), abs=1e-5)

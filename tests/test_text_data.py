@@ -14,7 +14,7 @@ from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records.files import first_shard, shards_of
-from tests.test_data_prep import load, refusal, sentence, serving
+from tests.test_data_prep import counted, load, refusal, same_bytes, sentence, serving, unpacked
 from tests.test_glue import gpt2_files
 
 wikibook, books, shelves = load("wikibook"), load("books"), load("gutenberg")
@@ -52,12 +52,6 @@ def prepare(release, tmp_path):
     return made
 
 
-def tree(folder):
-    """Name -> content of every file of a folder."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
 def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path):
     assert shards_of(tmp_path) == [tmp_path / "bin"]
     assert data_home(joined_shards(tmp_path)) == tmp_path
@@ -69,11 +63,14 @@ def test_shards_are_in_numeric_order_and_data_without_them_are_bin(tmp_path):
     assert first_shard(tmp_path).name == "shard0"
 
 
+def same_shards(data, release):
+    for number in range(SHARDS):
+        same_bytes(data / "bin" / f"shard{number}", release / f"bin-shard{number}-8")
+
+
 def test_the_published_shards_are_copied_verified_and_counted(prepare, release, tmp_path, capsys):
     made = prepare()
-    for number in range(SHARDS):
-        theirs = tree(release / f"bin-shard{number}-8")
-        assert tree(tmp_path / "data" / "bin" / f"shard{number}") == theirs
+    same_shards(tmp_path / "data", release)
     assert made["splits"]["train"]["tokens_by_shard"] == [55, 60, 65]
     assert made["splits"]["train"]["tokens"] == 180
     assert made["splits"]["valid"]["tokens"] == 22  # of the first shard
@@ -118,11 +115,9 @@ def server(release):
     """A server of the release, with the publisher's list of checksums."""
     for number in range(SHARDS):
         name = f"bin-shard{number}-8"
-        large = [path for path in sorted((release / name).iterdir()) if path.suffix != ".txt"]
-        entries = [
-            {"path": f"{name}/{path.name}", "lfs": {"oid": prep.digest(path)}} for path in large
-        ]
-        entries.append({"path": f"{name}/dict.txt", "oid": "0" * 40})
+        entries = [{"path": f"{name}/dict.txt", "oid": "0" * 40}]
+        for path in [*(release / name).glob("*.bin"), *(release / name).glob("*.idx")]:
+            entries.append({"path": f"{name}/{path.name}", "lfs": {"oid": prep.digest(path)}})
         (release / f"{name}.list").write_text(json.dumps(entries))
     with serving(release) as running:
         yield running
@@ -138,20 +133,7 @@ def test_downloads_are_verified_by_the_publishers_checksums_and_resumed(
     target.write_bytes((release / "bin-shard0-8" / "train.bin").read_bytes()[:20])
     prepare(from_dir=None, source=source)
     assert "bytes=20-" in server.asked
-    for number in range(SHARDS):
-        there = tree(tmp_path / "data" / "bin" / f"shard{number}")
-        assert there == tree(release / f"bin-shard{number}-8")
-
-
-@pytest.fixture
-def shelf(tmp_path):
-    """Two hundred books of two lines, in folders, with GPT-2's files."""
-    folder = gpt2_files(tmp_path / "shelf")
-    for number in range(200):
-        path = folder / "abc"[number % 3] / f"book{number}.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"The  {number}th book\nthe end\n")
-    return folder
+    same_shards(tmp_path / "data", release)
 
 
 def known(folder):
@@ -159,48 +141,35 @@ def known(folder):
     return {"sha256": {file: prep.digest(folder / file) for file in ("encoder.json", "vocab.bpe")}}
 
 
-def test_books_are_split_by_their_names_and_cut_into_pieces(shelf, tmp_path):
-    made = books.prepare("books", tmp_path / "data", shelf, **known(shelf))
-    counts = {split: found["documents"] for split, found in made["splits"].items()}
+def test_books_are_split_by_their_names_and_cut_into_pieces(tmp_path):
+    """Two hundred books of two lines, in folders, and later one more."""
+    shelf, data = gpt2_files(tmp_path / "shelf"), tmp_path / "data"
+    texts = {f"{'abc'[n % 3]}/book{n}.txt": b"The  %dth book\nthe end\n" % n for n in range(200)}
+    made = books.prepare("books", data, unpacked(shelf, texts), **known(shelf))
+    counts = counted(made, "documents")
     assert sum(counts.values()) == 200
     assert counts["train"] > 190
     assert min(counts.values()) > 0
-    titles = (tmp_path / "data" / "documents" / "valid.tsv").read_text().splitlines()
-    first = titles[0].split("\t")[1]
-    assert (
-        (tmp_path / "data" / "text" / "valid.txt")
-        .read_text()
-        .startswith(f"The {first.removeprefix('book')}th book\nthe end\n\n")
-    )
-    assert folders.dataset_name(tmp_path / "data") == "books-gpt2"
+    titles = (data / "documents" / "valid.tsv").read_text().splitlines()
+    first = titles[0].partition("\tbook")[2]
+    expected = f"The {first}th book\nthe end\n\n"
+    assert (data / "text" / "valid.txt").read_text().startswith(expected)
+    assert folders.dataset_name(data) == "books-gpt2"
     (shelf / "a" / "book-more.txt").write_text("one more\n")
-    more = books.prepare("books", tmp_path / "data", shelf, **known(shelf))
-    now = {split: found["documents"] for split, found in more["splits"].items()}
+    now = counted(books.prepare("books", data, shelf, **known(shelf)), "documents")
     assert sum(now.values()) == 201
     assert all(now[split] >= counts[split] for split in counts)
 
 
-OFFICIAL = {"train": 4, "valid": 2, "test": 1}
-
-
-@pytest.fixture
-def gutenberg(tmp_path):
-    """A small PG-19 in the published folders, with its lists of files and GPT-2's files."""
-    folder = gpt2_files(tmp_path / "gutenberg")
+def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(tmp_path):
+    gutenberg, official = gpt2_files(tmp_path / "gutenberg"), {"train": 4, "valid": 2, "test": 1}
     for split, theirs in books.PUBLISHED.items():
-        (folder / theirs).mkdir()
-        names = [f"{theirs}/{number}.txt" for number in range(OFFICIAL[split])]
-        for name in names:
-            (folder / name).write_text(f"Text of {name}\n\nthe end\n")
-        (folder / f"{theirs}_files.txt").write_text("\n".join(reversed(names)) + "\n")
-    return folder
-
-
-def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(gutenberg, tmp_path):
-    options = {"official": OFFICIAL, **known(gutenberg)}
+        names = [f"{theirs}/{number}.txt" for number in range(official[split])]
+        unpacked(gutenberg, {name: f"Text of {name}\n\nthe end\n".encode() for name in names})
+        (gutenberg / f"{theirs}_files.txt").write_text("\n".join(reversed(names)) + "\n")
+    options = {"official": official, **known(gutenberg)}
     made = books.prepare("pg19", tmp_path / "from", gutenberg, **options)
-    counts = {split: found["documents"] for split, found in made["splits"].items()}
-    assert counts == OFFICIAL
+    assert counted(made, "documents") == official
     assert folders.dataset_name(tmp_path / "from") == "pg19-gpt2"
 
     obtain_gpt2(tmp_path / "web", gutenberg, options["sha256"])
@@ -212,42 +181,27 @@ def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(gu
     assert folders.dataset_name(tmp_path / "web") == "pg19-first-3-gpt2"
 
 
-BOOKS = {"train-00": 4, "train-01": 3, "train-02": 2, "valid": 2, "test": 3}
-
-
-@pytest.fixture
-def library(tmp_path):
-    """Five compressed files of books; the test has letters that train lacks."""
-    folder, rng = tmp_path / "library", random.Random(0)
-    folder.mkdir()
-    for name, count in BOOKS.items():
+def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(tmp_path):
+    """Compressed files in 300 pieces, of which 256 are bytes; test has letters that train lacks."""
+    dest, rng, sha256 = tmp_path / "data", random.Random(0), {}
+    for name, count in {"train-00": 4, "train-01": 3, "valid": 2, "test": 3}.items():
         lines = []
         for number in range(count):
             lines += [f"<|book|> Title {number} — Author", "", "  CHAPTER  I ", *([""] * number)]
             lines += [sentence(rng) for _ in range(40)]
         lines += ["λόγος, naïve"] * (name == "test")
-        (folder / f"{name}.txt.xz").write_bytes(lzma.compress("\n".join(lines).encode() + b"\n"))
-    return folder
-
-
-def prepared_books(folder, dest, shards=1):
-    """Prepare the small library in 300 pieces, of which 256 are bytes."""
-    sha256 = {name: prep.digest(folder / f"{name}.txt.xz") for name in BOOKS}
-    return shelves.prepare(dest, folder, shards, vocab_size=300, sha256=sha256)
-
-
-def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(library, tmp_path):
-    dest = tmp_path / "data"
-    made = prepared_books(library, dest)
+        file = tmp_path / f"{name}.txt.xz"
+        file.write_bytes(lzma.compress("\n".join(lines).encode() + b"\n"))
+        sha256[name] = prep.digest(file)
+    made = shelves.prepare(dest, tmp_path, 1, vocab_size=300, sha256=sha256)
     assert folders.dataset_name(dest) == "gutenberg-first-1-bpe"
     for split, books_ in {"train": 4, "valid": 2, "test": 3}.items():
         text = (dest / "text" / f"{split}.txt").read_text().splitlines()
         counts, index = made["splits"][split], (dest / "documents" / f"{split}.tsv").read_text()
         starts = [row.split("\t") for row in index.splitlines()]
         assert [title for _, title in starts] == [f"Title {n} — Author" for n in range(books_)]
-        assert [n for n, line in enumerate(text) if line == shelves.BOOK] == [
-            int(first) for first, _ in starts
-        ]
+        places = [str(place) for place, line in enumerate(text) if line == shelves.BOOK]
+        assert places == [first for first, _ in starts]
         assert (counts["documents"], counts["lines"], counts["unknown"]) == (books_, len(text), 0)
         assert counts["words"] == sum(len(line.split()) for line in text) - books_
         assert counts["words_with_eos"] == counts["words"] + counts["lines"]
@@ -255,6 +209,5 @@ def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(library, tmp_p
     assert lines[0] == f"▁{shelves.BOOK}"
     decoded = SentencePiece(dest / SPM)._processor.decode(lines[-1].split())
     assert decoded == "λόγος, naïve"
-    assert lm.with_words({"loss": 2.0, "tokens": 100}, dest, "test")["word_ppl"] == pytest.approx(
-        2 ** (200 / made["splits"]["test"]["words"])
-    )
+    found = lm.with_words({"loss": 2.0, "tokens": 100}, dest, "test")["word_ppl"]
+    assert found == pytest.approx(2 ** (200 / made["splits"]["test"]["words"]))

@@ -1,13 +1,16 @@
 """data-prep/algebraic: the tasks, their statistics, their splits, and the files for fairseq."""
 
 import hashlib
+import itertools
 import math
 
 import numpy as np
 import pytest
+from fairseq.data import Dictionary, data_utils
 from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import transduction
+from lrpe_fairseq.experiments.data.corpus import write_indexed
 from lrpe_fairseq.experiments.data.transduction import Recipe, Tree
 
 SPLITS = ("train", "valid", "test")
@@ -76,11 +79,13 @@ def path(code):
     return [*path((code - 1) // 2), (code - 1) % 2] if code else []
 
 
-def test_rotation_by_hand():
+def test_rotation_and_truncation_by_hand():
+    """A truncated tree ends at the root of a subtree."""
     tree = node("r", node("p", node("a", "l1", "l2"), "l3"), node("b", node("c", "l4", "l5"), "l6"))
     assert term(transduction.rotate(tree)) == "p(a(l1, l2), r(l3, c(l4, b(l5, l6))))"
     left_is_a_leaf = node("r", "l1", node("p", node("a", "l2", "l3"), "l4"))
     assert transduction.rotate(left_is_a_leaf) == left_is_a_leaf
+    assert term(transduction.truncate(tree, "p")) == "r(p, b(c(l4, l5), l6))"
 
 
 def value(tree):
@@ -101,20 +106,12 @@ def nodes(tree):
     return [node for node, _ in transduction.depth_first(tree)]
 
 
-def test_a_truncated_tree_ends_at_the_root_of_a_subtree():
-    tree = node("o1", node("o2", node("o3", "l1", "l2"), "l3"), "l4")
-    assert term(transduction.truncate(tree, "o2")) == "o1(o2, l4)"
-
-
 def test_tree_ops_samples_answer_their_command():
     seen = set()
     for sample in drawn("tree-ops", count=200):
-        label = dict(zip(sample.source.codes, sample.source.tokens, strict=True))
-        command, chosen = label[0], label[1]
-        given, answer = (
-            subtree_at(label, 2),
-            subtree_at(dict(zip(sample.target.codes, sample.target.tokens, strict=True)), 0),
-        )
+        source, target = (dict(zip(s.codes, s.tokens, strict=True)) for s in sample)
+        command, chosen = source[0], source[1]
+        given, answer = subtree_at(source, 2), subtree_at(target, 0)
         labels = [n.label for n in nodes(given)]
         assert len(labels) == len(set(labels))
         subtree = next(n for n in nodes(given) if n.label == chosen)
@@ -156,31 +153,37 @@ def test_trees_have_the_sizes_of_the_published_data(task):
     assert set(depths(samples, "source")) <= set(range(2, 13))
 
 
+CHECKSUMS = {
+    "copy": "641e5a9f44f9734c",
+    "repeat": "3e627792b069291d",
+    "reverse": "0358297b777f9dba",
+    "tree-copy": "30c08704312e8b6f",
+    "tree-rotate": "05657b59800e63ab",
+    "tree-c3": "7ef7cf190a2e3318",
+    "tree-ops": "0dc7fdd83ebf6c8b",
+}
+
+
 @pytest.mark.parametrize("task", transduction.TASKS)
-def test_no_input_of_a_split_occurs_in_another(task):
+def test_no_input_of_a_split_occurs_in_another_and_samples_are_the_same_on_every_machine(task):
+    """A numpy whose streams differ would make other data under the same name."""
     splits = transduction.generate(recipe(task))
-    inputs = [{s.source.tokens for s in splits[split]} for split in SPLITS]
     assert [len(splits[split]) for split in SPLITS] == [256, 64, 64]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert not inputs[one] & inputs[other]
+    inputs = [{sample.source.tokens for sample in splits[split]} for split in SPLITS]
+    for one, other in itertools.combinations(inputs, 2):
+        assert one.isdisjoint(other)
+    rows = [[(*sample.source, *sample.target) for sample in own] for own in splits.values()]
+    assert hashlib.sha256(repr(rows).encode()).hexdigest()[:16] == CHECKSUMS[task]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    dest = tmp_path_factory.mktemp("tasks") / "tree-rotate"
-    transduction.prepare(dest, recipe("tree-rotate"))
-    return dest
-
-
-def test_fairseq_reads_tokens_and_a_code_for_each(prepared):
-    from fairseq.data import Dictionary, data_utils
-
-    words = Dictionary.load(str(prepared / "bin" / "dict.source.txt"))
+def test_fairseq_reads_tokens_and_a_code_for_each(tmp_path):
+    transduction.prepare(tmp_path, recipe("tree-rotate"))
+    words = Dictionary.load(str(tmp_path / "bin" / "dict.source.txt"))
     assert len(words) == 4 + 6
     samples = transduction.generate(recipe("tree-rotate"))
     for split in SPLITS:
         for side in transduction.SIDES:
-            prefix = str(prepared / "bin" / f"{split}.source-target.{side}")
+            prefix = str(tmp_path / "bin" / f"{split}.source-target.{side}")
             tokens = data_utils.load_indexed_dataset(prefix, words, "mmap")
             codes = data_utils.load_indexed_dataset(f"{prefix}-positions", None, "mmap")
             assert (tokens.sizes == codes.sizes).all()
@@ -192,29 +195,6 @@ def test_fairseq_reads_tokens_and_a_code_for_each(prepared):
 
 
 def test_codes_beyond_32_bits_are_stored_exactly(tmp_path):
-    from fairseq.data import data_utils
-
-    from lrpe_fairseq.experiments.data.corpus import write_indexed
-
     write_indexed([[0, 2**62 + 1], [3]], tmp_path / "codes", np.int64)
     found = data_utils.load_indexed_dataset(str(tmp_path / "codes"), None, "mmap")
     assert [row.tolist() for row in found] == [[0, 2**62 + 1], [3]]
-
-
-@pytest.mark.parametrize(
-    ("task", "checksum"),
-    [
-        ("copy", "641e5a9f44f9734c"),
-        ("repeat", "3e627792b069291d"),
-        ("reverse", "0358297b777f9dba"),
-        ("tree-copy", "30c08704312e8b6f"),
-        ("tree-rotate", "05657b59800e63ab"),
-        ("tree-c3", "7ef7cf190a2e3318"),
-        ("tree-ops", "0dc7fdd83ebf6c8b"),
-    ],
-)
-def test_the_samples_are_the_same_on_every_machine(task, checksum):
-    """A numpy whose streams differ would make other data under the same name."""
-    splits = transduction.generate(recipe(task)).values()
-    rows = [[(*sample.source, *sample.target) for sample in samples] for samples in splits]
-    assert hashlib.sha256(repr(rows).encode()).hexdigest()[:16] == checksum

@@ -1,19 +1,21 @@
-"""The task lrpe_transduction: positions of nodes in batch and model, and teacher-forced metrics."""
+"""The task lrpe_transduction: nodes in batch and model, Tree-SQ, and teacher-forced metrics."""
 
-import copy
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
+from fairseq import tasks
 from fairseq.logging import metrics
+from omegaconf import OmegaConf
 
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
+from lrpe_fairseq.models.tree_embedding import STEPS, TreeEmbedding
 from lrpe_fairseq.tasks.transduction import log_scored, published_zeros, scored_mask, sums
-from tests.end_to_end.commands import PLUGIN, built, run_here, small_transformer
+from tests.end_to_end.commands import PLUGIN, built, configured, run_here, small_transformer
 
 PAD, EOS = 1, 2
 MODEL = (
@@ -41,6 +43,38 @@ def trained(folder):
     rows = [3, 0, 40, 41]
     pairs = task.dataset("valid")
     return model.eval(), task, pairs.collater([pairs[row] for row in rows])
+
+
+def one_epoch(folder, tmp_path, *options):
+    """Train: log, logged numbers of the validation, and task and model of the checkpoint."""
+    log = tmp_path / "log.txt"
+    run_here(
+        "fairseq_cli.train", folder, *options, "--optimizer adam --lr 1e-2 --batch-size 32",
+        "--max-epoch 1 --num-workers 0 --log-format simple --log-interval 1 --save-dir", tmp_path,
+        "--log-file", log,
+    )  # fmt: skip
+    text = log.read_text()
+    line = next(line for line in text.splitlines() if "valid on 'valid'" in line)
+    logged = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+)", line)}
+    model, task, _ = built(folder, *options)
+    model.load_state_dict(torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"])
+    task.load_dataset("valid")
+    return text, logged, task, model.eval()
+
+
+def sums_row_by_row(rows, model):
+    """Negative log-likelihood, right tokens and tokens of the scored places, and exact rows."""
+    found = np.zeros(4)
+    for row in range(len(rows)):
+        batch = rows.collater([rows[row]])
+        with torch.no_grad():
+            scores = model(**batch["net_input"])[0].log_softmax(-1)[0]
+        scored = batch["target"][0] > EOS
+        scores, target = scores[scored], batch["target"][0, scored]
+        hits = scores.argmax(1).eq(target)
+        nll = -float(scores.gather(1, target[:, None]).sum())
+        found += [nll, int(hits.sum()), len(hits), int(hits.all())]
+    return found
 
 
 def test_a_batch_has_the_code_of_every_token_and_0_at_padding_and_ends(trained):
@@ -92,6 +126,56 @@ def test_sums_by_hand():
         assert found["_samples"] == 2
 
 
+def node(branches):
+    code = 0
+    for branch in branches:
+        code = 2 * code + branch + 1
+    return code
+
+
+def features_of(branches, decays, width):
+    """Written out feature by feature: step from the node, branch, decay."""
+    features = []
+    for step in range(STEPS):
+        taken = branches[-1 - step] if step < len(branches) else None
+        for branch in (0, 1):
+            for a in decays:
+                scale = (len(decays) * (1 - a * a) / 2) ** 0.5
+                features.append(a**step * scale if taken == branch else 0.0)
+    return torch.tensor(features + [0.0] * (width - len(features)))
+
+
+def test_the_tree_embedding_of_known_nodes():
+    """Two decays; the root, a child, a grandchild, and a node deeper than all steps."""
+    embedding, decays = TreeEmbedding(35), [0.5, 0.9]
+    embedding.weight.data = torch.tensor(decays).atanh()
+    found = [(), (1,), (0, 1), (1, 1, 0, 1, 0, 0, 1, 0, 1, 1)]
+    embedding.given.positions = torch.tensor([[node(path) for path in found]])
+    embedded = embedding(embedding.given.positions)
+    for row, path in zip(embedded[0], found, strict=True):
+        torch.testing.assert_close(row, features_of(path, decays, 35))
+    assert embedded[0, 0].count_nonzero() == 0
+    assert embedded.square().sum(2).max() <= len(decays) ** 2 / 2
+
+
+def test_the_model_adds_it_to_tokens_with_one_weight_for_both_halves(folder, trained):
+    options = MODEL.replace("ape-tree", "none")
+    model, _, _ = built(folder, TASK, options, "--node-positions --tree-embedding")
+    source, target = model.encoder.embed_positions, model.decoder.embed_positions
+    assert source.weight is target.weight
+    given, encoder = trained[2]["net_input"], model.eval().encoder
+    out = model(**given)[0]
+    out.sum().backward()
+    assert source.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        encoder(given["src_tokens"], positions=given["src_positions"])
+        tokens = encoder.embed_scale * encoder.embed_tokens(given["src_tokens"])
+        added, _ = encoder.forward_embedding(given["src_tokens"])
+        torch.testing.assert_close(added, tokens + source(given["src_tokens"]))
+        moved = {**given, "src_positions": given["src_positions"] * 0}
+        assert not torch.allclose(model(**moved)[0], out)
+
+
 def logged(*batches):
     with metrics.aggregate(new_root=True) as found:
         for batch in batches:
@@ -130,33 +214,11 @@ def test_the_published_slip_is_an_explicit_mask_of_the_inputs():
         assert (published_zeros(lengths)[start : start + 32] == extra).all()
 
 
-def test_training_reports_the_metrics_of_a_direct_computation(folder, tmp_path, capsys):
-    """One epoch and its validation, then the logged numbers from the checkpoint's model."""
-    log = tmp_path / "log.txt"
-    run_here(
-        "fairseq_cli.train", folder, TASK, MODEL, "--node-positions --optimizer adam --lr 1e-2",
-        "--batch-size 32 --max-epoch 1 --num-workers 0 --log-format simple --save-dir",
-        tmp_path, "--log-file", log, "--criterion label_smoothed_cross_entropy",
-    )  # fmt: skip
-    line = next(line for line in log.read_text().splitlines() if "valid on 'valid'" in line)
-    logged = {name: float(v) for name, v in re.findall(r"(\w+) ([\d.]+)", line)}
-    model, task, _ = built(folder, TASK, MODEL, "--node-positions")
-    model.load_state_dict(torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"])
-    task.load_dataset("valid")
+def test_training_reports_the_metrics_of_a_direct_computation(folder, tmp_path):
+    options = (TASK, MODEL, "--node-positions --criterion label_smoothed_cross_entropy")
+    _, logged, task, model = one_epoch(folder, tmp_path, *options)
     pairs = task.dataset("valid")
-    nll, tokens, right, exact = 0.0, 0, 0, 0
-    for row in range(len(pairs)):
-        batch = pairs.collater([pairs[row]])
-        with torch.no_grad():
-            scores = model.eval()(**batch["net_input"])[0].log_softmax(-1)[0, :-1]
-        target = batch["target"][0, :-1]
-        nll -= float(scores.gather(1, target[:, None]).sum())
-        hits = scores.argmax(1).eq(target)
-        tokens, right, exact = (
-            tokens + len(target),
-            right + int(hits.sum()),
-            exact + int(hits.all()),
-        )
+    nll, right, tokens, exact = sums_row_by_row(pairs, model)
     zeros = published_zeros(pairs.dataset.tgt_sizes).sum()
     assert zeros > 50
     assert logged["teacher_ppl"] == pytest.approx(math.exp(nll / tokens), rel=1e-3)
@@ -166,13 +228,15 @@ def test_training_reports_the_metrics_of_a_direct_computation(folder, tmp_path, 
 
 
 def test_data_without_or_with_other_positions_are_refused(folder, tmp_path):
-    data.prepare(tmp_path / "copy", Recipe("copy", "tiny"))
-    _, task, _ = built(tmp_path / "copy" / "bin", TASK, MODEL, "--node-positions")
-    with pytest.raises(Refusal, match="prepare a task of trees"):
-        task.load_dataset("valid")
-    with pytest.raises(Refusal, match="reads a single data folder, not the shards"):
-        built(f"{folder}:{folder}", TASK, MODEL, "--node-positions")
-    task = copy.copy(built(folder, TASK, MODEL, "--node-positions --truncate-source")[1])
-    task.cfg.max_source_positions = 5
-    with pytest.raises(Refusal, match="does not have a position for every token"):
-        task.load_dataset("valid")
+    def refused(sentence, path, **options):
+        with pytest.raises(Refusal, match=sentence):
+            tasks.setup_task(OmegaConf.merge(config, options, {"data": str(path)})).load_dataset(
+                "valid"
+            )
+
+    config = configured(folder, TASK, MODEL, "--node-positions").task
+    data.prepare(tmp_path, Recipe("copy", "tiny"))
+    refused("prepare a task of trees", tmp_path / "bin")
+    refused("reads a single data folder, not the shards", f"{folder}:{folder}")
+    cut = {"truncate_source": True, "max_source_positions": 5}
+    refused("does not have a position for every token", folder, **cut)
