@@ -136,8 +136,7 @@ def test_climbing_together_equals_products_of_every_token_with_every_matrix(k, b
     at = torch.stack([at, at.flip(0)]) if batched else at
     found = gradients(tree_turn(x, matrices, at, PositionCache()), [x, matrices])
     wanted = gradients(step_by_step(x, matrices, at), [x, matrices])
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_a_frozen_tree_has_the_gradient_of_its_input_only():
@@ -210,8 +209,9 @@ def test_canonical_with_a_householder_matrix_is_lrpe_with_learned_angles():
     lrpe.core.theta.data += 0.1 * normal(D // 2)
     encoding.components[0].theta.data = lrpe.core.theta.data.expand(HEADS, -1).clone()
     x, at = normal(2, HEADS, 6, D), torch.arange(6) * 1009
-    for a, b in zip(encoding(x, 2 * x, at, at), lrpe(x, 2 * x, at, at), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        encoding(x, 2 * x, at, at), lrpe(x, 2 * x, at, at), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
@@ -247,8 +247,7 @@ def test_eigenvectors_fold_into_the_projections(name, options, attention):
             parts.append(step)
         torch.testing.assert_close(torch.cat(parts, 1), out)
         results.append([out, *grads])
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-8)
 
 
 def test_a_sum_on_a_grid_is_one_sequence_for_each_axis():

@@ -96,8 +96,7 @@ def assert_same_with_gradients(expected, actual, inputs, scale=1):
     weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     wanted = torch.autograd.grad(expected, inputs, weights, retain_graph=True)
     got = torch.autograd.grad(actual, inputs, weights, retain_graph=True)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8 * scale)
+    torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-8 * scale)
 
 
 @pytest.mark.parametrize("form", LRPE_FORMS)
