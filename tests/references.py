@@ -1,12 +1,20 @@
 """Dense float64 references, written from the equations and nothing else."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings import QueryKeyEncoding, ScoreEncoding
 from lrpe_fairseq.encodings.lrpe import LRPE
+
+
+def assert_near(found: Iterable, wanted: Iterable, scale: float, least: float = 0.1) -> None:
+    """Compare tensors relative to the largest number of each, at ``least``: terms may cancel."""
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b.double()).abs().max() <= scale * b.abs().max().clamp_min(least)
 
 
 def dense_p(encoding: LRPE, name: str) -> Tensor:

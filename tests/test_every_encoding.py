@@ -29,7 +29,7 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.positions import check_positions
 from tests.end_to_end.cases import sampled
-from tests.references import score_matrix, weight_matrix
+from tests.references import assert_near, score_matrix, weight_matrix
 
 
 class Multiplicative(ScoreEncoding):
@@ -51,47 +51,26 @@ class Multiplicative(ScoreEncoding):
 
 HERE_ONLY = {"multiplicative": Multiplicative}
 GRIDS = (
-    "rope-2d@4",
-    "rope-2d-mixed@4",
-    "lrpe-type2@4:axial",
-    "lrpe-type2@4:sum",
-    "spe@4:axial",
-    "fope@4:axial",
-    "liere@4",
-    "comrope-ap@4",
-    "comrope-ld@4",
-    "ape@4:axial",
+    *("rope-2d@4", "rope-2d-mixed@4", "lrpe-type2@4:axial", "lrpe-type2@4:sum", "spe@4:axial"),
+    *("fope@4:axial", "liere@4", "comrope-ap@4", "comrope-ld@4", "ape@4:axial"),
     "ape:sequence+cycle7@4",
 )
-GATED = tuple(
-    f"gated:{name}"
-    for name in (
-        "lrpe-type2",
-        "rope",
-        "lrpe-type4",
-        "spe",
-        "lrpe-type8",
-        "permuteformer",
-        "alibi",
-        "ape-tree",
-    )
+GATED = (
+    *("gated:lrpe-type2", "gated:rope", "gated:lrpe-type4", "gated:spe", "gated:lrpe-type8"),
+    *("gated:permuteformer", "gated:alibi", "gated:ape-tree"),
 )
 CARRIED = (
     *("path:lrpe-type2", "path:lrpe-type8", "path:permuteformer", "path:ape-tree"),
     *("gated:path", "gated:path:lrpe-type2"),
 )
 SELECTIVE = (
-    "selective:rope",
-    "selective:lrpe-type2",
-    "selective:lrpe-type8",
+    *("selective:rope", "selective:lrpe-type2", "selective:lrpe-type8"),
     "gated:selective:lrpe-type1",
 )
 ALGEBRAIC = tuple(n for n in FAMILIES["ape"].names if n != "ape:sequence")
 FREE = (
-    "lrpe:identity:permutation",
-    "lrpe:householder-learned:unitary-learned",
-    "lrpe:odd-even:unitary",
-    "lrpe:fourier:rotation",
+    *("lrpe:identity:permutation", "lrpe:householder-learned:unitary-learned"),
+    *("lrpe:odd-even:unitary", "lrpe:fourier:rotation"),
 )
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
 SCALED = ("rope~yarn", "lrpe-type2~yarn", "lrpe-tmlr-type1~ntk", "fope~linear")
@@ -148,12 +127,8 @@ def expected_scores(name, q, k, q_positions, k_positions, causal=True):
         encoding = encoding_of(name, causal)
         scores = score_matrix(encoding, q, k, q_positions, k_positions, inputs())
         return scores, torch.zeros_like(scores)
-    draws = torch.stack(
-        [
-            score_matrix(same_parameters(name, causal, seed), q, k, q_positions, k_positions)
-            for seed in range(100)
-        ]
-    )
+    drawn = (same_parameters(name, causal, seed) for seed in range(100))
+    draws = torch.stack([score_matrix(one, q, k, q_positions, k_positions) for one in drawn])
     return draws.mean(0), draws.std(0) / math.sqrt(len(draws))
 
 
@@ -169,14 +144,8 @@ def same_parameters(name, causal, seed):
 def attention_of(name, attention_type, seed=0, **options):
     torch.manual_seed(seed)
     name, own = parts_of(name)
-    module = MultiheadAttention(
-        WIDTH,
-        HEADS,
-        attention_type=attention_type,
-        position_encoding=name,
-        **{"causal": True, "options": own, **options},
-    )
-    return module.double().eval()
+    options = {"causal": True, "options": own, "attention_type": attention_type, **options}
+    return MultiheadAttention(WIDTH, HEADS, position_encoding=name, **options).double().eval()
 
 
 PAIRS = [
@@ -185,13 +154,7 @@ PAIRS = [
     for attention_type in ("linear", "softmax")
     if attention_type == "softmax" or encoding_of(name).serves_linear
 ]
-
-MODES = [
-    (*pair, causal)
-    for pair in PAIRS
-    for causal in (True, False)
-    if causal or not is_causal(pair[0])
-]
+MODES = [(*p, causal) for p in PAIRS for causal in (True, False) if causal or not is_causal(p[0])]
 HALVES = [
     (*pair, dtype)
     for pair in PAIRS
@@ -306,10 +269,8 @@ def test_positions_of_a_batch_are_positions_of_its_rows(name):
     q, k = example()
     positions = torch.stack([torch.arange(6), torch.arange(6) + 11])
     together = score_matrix(encoding, q, k, positions, positions)
-    for row in range(2):
-        alone = score_matrix(
-            encoding, q[row : row + 1], k[row : row + 1], positions[row], positions[row]
-        )
+    for row, at in enumerate(positions):
+        alone = score_matrix(encoding, q[row : row + 1], k[row : row + 1], at, at)
         torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-9, atol=1e-9)
 
 
@@ -333,6 +294,21 @@ def test_half_types_are_finite_and_right_within_their_own_rounding(name, dtype):
         assert a.isfinite().all()
         largest = b.abs().max().clamp_min(1)
         assert (a.double() - b).abs().max() <= slack * torch.finfo(dtype).eps * largest
+
+
+@pytest.mark.parametrize("name", DECOMPOSABLE)
+def test_features_and_gradients_in_float32_are_those_of_float64(name):
+    """By the kernels and by the definitions; q has positions of each row, k those of all."""
+    at, (x, y) = torch.tensor([[0, 1, 5, 30], [2, 30, 9, 511]]), example(4)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        encoding = encoding_of(name).to(dtype)
+        given = [z.to(dtype).requires_grad_() for z in (x, y)]
+        out = encoding(*given, at, at[0])
+        learned = [*given, *(p for p in encoding.parameters() if p.requires_grad)]
+        loss = sum((z * torch.arange(z.numel()).cos().view_as(z).to(z)).sum() for z in out)
+        results.append([*out, *torch.autograd.grad(loss, learned, materialize_grads=True)])
+    assert_near(*results, 1e-5, least=1.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -371,11 +347,9 @@ DOCUMENTS = ((3, 1, 1, 5, 2), (12,), (1, 10, 1))
 """Lengths of the documents of each row."""
 
 
-def packed(module):
+def packed():
     """Inputs (B, T, C), the starts of their documents, and each document as (row, slice)."""
     generator = torch.Generator().manual_seed(7)
-    for parameter in module.encoding.parameters():  # tables that start at zero say nothing
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     x = torch.randn(3, 12, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
     starts, parts = torch.zeros(3, 12, dtype=torch.bool), []
     for row, lengths in enumerate(DOCUMENTS):
@@ -385,12 +359,21 @@ def packed(module):
     return x, starts, parts
 
 
-@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
-def test_packed_documents_are_each_document_alone(name, attention_type):
+def live(name, attention_type):
+    """Attention whose encoding has no zeros left: tables that start at zero say nothing."""
     # sums of places differ in their last bit, which a clamped denominator multiplies by 1e7
     normalizer = "rotated" if encoding_of(name).increments is None else "layernorm"
     module = attention_of(name, attention_type, normalizer=normalizer)
-    x, starts, parts = packed(module)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in module.encoding.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+@pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
+def test_packed_documents_are_each_document_alone(name, attention_type):
+    module = live(name, attention_type)
+    x, starts, parts = packed()
     with mock.patch.object(softmax, "BLOCK", 5 * 3 * HEADS * 12):  # five queries at a time
         together, _ = module.attend(x, starts=starts)
     alone = torch.zeros_like(together)
@@ -408,10 +391,10 @@ def test_packed_documents_are_each_document_alone(name, attention_type):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
 def test_decoding_across_documents_and_reordered_beams_equals_parallel(name, attention_type):
-    module = attention_of(name, attention_type)
-    x, starts, _ = packed(module)
+    module = live(name, attention_type)
+    x, starts, _ = packed()
     order, padding = torch.tensor([1, 0, 0, 2]), torch.zeros(4, 12, dtype=torch.bool)
-    padding[0, [0, 3]] = True
+    padding[0, [0, 3]] = padding[1, [1, 7, 8]] = True
     whole, starts = x[order], starts[order] & ~padding
     out, _ = module.attend(whole, padding, starts=starts)
     state, parts = {}, []
@@ -432,7 +415,7 @@ def test_decoding_across_documents_and_reordered_beams_equals_parallel(name, att
 
 @pytest.mark.parametrize(("name", "attention_type"), in_turn(PAIRS))
 def test_blocks_with_padding_anywhere_then_tokens_equal_parallel(name, attention_type):
-    module = attention_of(name, attention_type)
+    module = live(name, attention_type)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(12, 2, WIDTH, dtype=torch.float64, generator=generator)
     padding = torch.zeros(2, 12, dtype=torch.bool)
@@ -595,11 +578,8 @@ def test_a_module_in_half_precision_is_finite(name, attention_type, dtype):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not encoding_of(n).serves_linear])
 def test_a_score_encoding_is_as_exact_under_autocast_as_in_a_half_module(name):
-    module = attention_of(name, "softmax").float()
-    generator = torch.Generator().manual_seed(4)
-    for parameter in module.encoding.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    x = torch.randn(9, 2, WIDTH, generator=generator).bfloat16()
+    module = live(name, "softmax").float()
+    x = torch.randn(9, 2, WIDTH, generator=torch.Generator().manual_seed(4)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = module(x.float())
     assert torch.equal(out, module.bfloat16()(x)[0])

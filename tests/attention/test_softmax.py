@@ -54,8 +54,7 @@ def test_fused_equals_naive_in_outputs_and_gradients(rows, columns, causal, padd
         out = function(*inputs, **options)
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         results.append([out, *torch.autograd.grad(out, inputs, weights)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-7)
 
 
 def test_a_query_that_sees_only_padding_gets_zeros_and_finite_gradients():

@@ -37,5 +37,4 @@ def assert_same_with_gradients(found, wanted, inputs, visible=1.0):
     inputs = list(inputs)
     losses = ((values.sin() * weight).sum() for values in (found, wanted))
     pairs = [torch.autograd.grad(loss, inputs) for loss in losses]
-    for one, other in zip(*pairs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*pairs, rtol=1e-10, atol=1e-10)

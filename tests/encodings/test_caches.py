@@ -89,9 +89,8 @@ def test_two_threads_with_different_masks_get_the_results_of_one(
     name, attention_type, often_switching
 ):
     torch.manual_seed(0)
-    module = MultiheadAttention(
-        16, 2, attention_type=attention_type, position_encoding=name, causal=True
-    ).eval()
+    options = {"attention_type": attention_type, "position_encoding": name, "causal": True}
+    module = MultiheadAttention(16, 2, **options).eval()
     x = torch.randn(2, 9, 16)
     masks = [torch.zeros(2, 9).bool() for _ in range(2)]
     masks[0][0, :4], masks[1][1, 2:5] = True, True

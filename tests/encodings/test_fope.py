@@ -17,10 +17,9 @@ def encoding_of(width=WIDTH, departures=(), seed=0, **options):
     return build_encoding("fope", width, HEADS, seed=seed, options=own)
 
 
-def example(time=len(AT), width=WIDTH, dtype=torch.float64):
+def example(width):
     generator = torch.Generator().manual_seed(width)
-    shape = (2, HEADS, time, width)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2)]
+    return torch.randn(2, 2, HEADS, len(AT), width, generator=generator, dtype=torch.float64)
 
 
 def frequencies(width, length):
@@ -51,25 +50,11 @@ def dense(encoding, x, at, length):
 @pytest.mark.parametrize(("width", "length"), [(WIDTH, 512), (WIDTH, 7), (9, 64), (16, 10**7)])
 def test_features_are_the_series_of_the_equation(width, length):
     encoding = encoding_of(width, fope_length=length)
-    q, k = example(width=width)
+    q, k = example(width)
     for x, found in zip((q, k), encoding(q, k, AT, AT), strict=True):
         expected = dense(encoding, x, AT, length)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     assert not list(encoding.parameters())
-
-
-@pytest.mark.parametrize("kind", ["shared", "own"])
-def test_the_kernel_gives_the_features_and_gradients_of_float64(kind):
-    at = AT if kind == "shared" else torch.stack([AT, AT + 5])
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        encoding = encoding_of().to(dtype)
-        x = example(dtype=torch.float32)[0].to(dtype).requires_grad_()
-        out = encoding(x, x, at, at)[0]
-        weights = torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
-        results.append([out, *torch.autograd.grad(out, [x, *encoding.parameters()], weights)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_coefficients_are_the_identity_and_a_draw_of_xavier():

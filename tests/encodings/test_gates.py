@@ -24,11 +24,8 @@ KINDS = ("softmax", "linear")
 
 def module_of(name, kind, **options):
     torch.manual_seed(0)
-    options = {"causal": True, **options}
-    module = MultiheadAttention(
-        WIDTH, HEADS, attention_type=kind, position_encoding=name, **options
-    )
-    return module.double().eval()
+    options = {"causal": True, "attention_type": kind, "position_encoding": name, **options}
+    return MultiheadAttention(WIDTH, HEADS, **options).double().eval()
 
 
 def text(length, batch=2, seed=1):
@@ -71,8 +68,21 @@ def assert_equal_with_gradients(module, found, wanted, x, tolerance=1e-9):
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     inputs = [x, *module.parameters()]
     pairs = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
-    for one, other in zip(*pairs, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(*pairs, rtol=tolerance, atol=tolerance)
+
+
+def slopes_by_recursion(heads):
+    """The authors' ``get_slopes``, written from its definition."""
+    power = 2 ** math.floor(math.log2(heads))
+    if power == heads:
+        start = 2 ** (-8 / heads)
+        return [start ** (h + 1) for h in range(heads)]
+    return slopes_by_recursion(power) + slopes_by_recursion(2 * power)[::2][: heads - power]
+
+
+@pytest.mark.parametrize("heads", range(1, 17))
+def test_the_closed_form_of_the_slopes_equals_the_recursion(heads):
+    assert alibi_slopes(heads) == pytest.approx(slopes_by_recursion(heads), rel=1e-14)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -107,14 +117,10 @@ def test_fox_is_the_product_of_gates_written_out(kind):
     module, x = module_of("fox", kind), text(5).requires_grad_()
     with torch.no_grad():
         module.encoding.forget_gate.weight.mul_(50)
-    gates = torch.sigmoid(
-        x @ module.encoding.forget_gate.weight.mT + module.encoding.forget_gate.bias
-    )
-
-    def exponent(b, h, s, t):
-        return gates[b, t + 1 : s + 1, h].log().sum()
-
-    assert_equal_with_gradients(module, module.attend(x)[0], written_out(module, x, exponent), x)
+    gate = module.encoding.forget_gate
+    gates = torch.sigmoid(x @ gate.weight.mT + gate.bias)
+    wanted = written_out(module, x, lambda b, h, s, t: gates[b, t + 1 : s + 1, h].log().sum())
+    assert_equal_with_gradients(module, module.attend(x)[0], wanted, x)
 
 
 @pytest.mark.parametrize("kind", KINDS)

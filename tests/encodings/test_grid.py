@@ -106,9 +106,8 @@ def test_one_pass_is_missing_where_a_part_has_none():
 def test_a_projection_that_is_folded_gives_the_same_attention(kind):
     own = EncodingOptions(grid_width=4, position_grid=kind)
     torch.manual_seed(0)
-    module = MultiheadAttention(
-        8, 2, attention_type="softmax", position_encoding="lrpe-type2", causal=True, options=own
-    ).double()
+    given = {"attention_type": "softmax", "position_encoding": "lrpe-type2", "causal": True}
+    module = MultiheadAttention(8, 2, options=own, **given).double()
     x = torch.randn(2, 12, 8, dtype=torch.float64)
     assert (module.encoding.fold() is not None) == (kind == "sum")
     found, _ = module.attend(x)

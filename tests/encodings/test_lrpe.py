@@ -73,10 +73,8 @@ def test_both_attentions_equal_the_dense_definition_in_outputs_and_gradients(for
     inputs = [x.requires_grad_() for x in example(length, width)]
     q, k, v = inputs
     positions = torch.arange(length)
-    w = torch.stack(
-        [dense_w(encoding, p_name, core_name, lag) for lag in range(-length + 1, length)]
-    )
-    scores = dense_scores(w, q, k)
+    w = [dense_w(encoding, p_name, core_name, lag) for lag in range(-length + 1, length)]
+    scores = dense_scores(torch.stack(w), q, k)
     q2, k2 = encoding(q, k, positions, positions)
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     weights = scores.masked_fill(~seen, 0)
@@ -96,8 +94,7 @@ def assert_same_with_gradients(expected, actual, inputs, scale=1):
     weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     wanted = torch.autograd.grad(expected, inputs, weights, retain_graph=True)
     got = torch.autograd.grad(actual, inputs, weights, retain_graph=True)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8 * scale)
+    torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-8 * scale)
 
 
 @pytest.mark.parametrize("form", LRPE_FORMS)
@@ -107,9 +104,7 @@ def test_positions_up_to_2_to_the_31_need_no_table(form):
     far = torch.tensor([2**31 - 9, 2**31 - 2, 2**31 - 1])
     near = far - far[0]
     (q1, k1), (q2, k2) = encoding(q, k, near, near), encoding(q, k, far, far)
-    torch.testing.assert_close(
-        q1 @ k1.transpose(-1, -2), q2 @ k2.transpose(-1, -2), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(q1 @ k1.mT, q2 @ k2.mT, rtol=0, atol=1e-5)
 
 
 def test_permutation_powers_are_repeated_application():
@@ -145,9 +140,8 @@ LEARNED = [n for n in (*ENCODINGS, *LRPE_FORMS) if n.startswith("lrpe") and lear
 @pytest.mark.parametrize("name", LEARNED)
 def test_frozen_learned_parts_give_what_trainable_ones_give(name, attention_type):
     torch.manual_seed(0)
-    module = MultiheadAttention(
-        16, 2, attention_type=attention_type, position_encoding=name, causal=True
-    ).eval()
+    options = {"attention_type": attention_type, "position_encoding": name, "causal": True}
+    module = MultiheadAttention(16, 2, **options).eval()
     x = torch.randn(2, 7, 16)
     wanted, _ = module.attend(x)
     module.encoding.requires_grad_(False)

@@ -16,10 +16,9 @@ def encoding_of(name, width=8, grid=0, seed=0):
     return build_encoding(name, width, HEADS, seed=seed, options=options)
 
 
-def example(time=12, width=8, dtype=torch.float64):
+def example(width):
     generator = torch.Generator().manual_seed(width)
-    shape = (2, HEADS, time, width)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2)]
+    return torch.randn(2, 2, HEADS, 12, width, generator=generator, dtype=torch.float64)
 
 
 def angles(encoding, head, row, column):
@@ -49,33 +48,11 @@ def dense(encoding, x, cells):
 @pytest.mark.parametrize(("width", "grid"), [(8, 4), (8, 0), (10, 5), (7, 1), (4, 100)])
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_turned_by_row_and_column(name, width, grid):
-    encoding, (q, k) = encoding_of(name, width, grid), example(width=width)
+    encoding, (q, k) = encoding_of(name, width, grid), example(width)
     at = torch.tensor([*range(10), 523, 100_003])
     cells = [(s // grid, s % grid) if grid else (s, 0) for s in at.tolist()]
     for x, found in zip((q, k), encoding(q, k, at, at), strict=True):
         torch.testing.assert_close(found, dense(encoding, x, cells), rtol=0, atol=1e-9)
-    rows = torch.stack([at, at + 3])
-    both = encoding(q, k, rows, rows)[0]
-    for row in range(2):
-        alone = encoding(q, k, rows[row], rows[row])[0]
-        torch.testing.assert_close(both[row], alone[row], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["shared", "own"])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_kernel_gives_the_dense_features_and_gradients(name, kind):
-    encoding, (x, _) = encoding_of(name, 8, 4), example(dtype=torch.float32)
-    exact = encoding_of(name, 8, 4).double()
-    at = torch.arange(12)
-    at = at if kind == "shared" else torch.stack([at, at + 5])
-    results = []
-    for form, y in ((encoding, x), (exact, x.double())):
-        y = y.clone().requires_grad_()
-        out = form(y, y, at, at)[0]
-        weights = torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
-        results.append([out, *torch.autograd.grad(out, [y, *form.parameters()], weights)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_mixed_frequencies_start_in_one_direction_per_head_and_in_the_orthogonal_one():

@@ -154,22 +154,21 @@ def test_gradients_reach_the_angles_before_scaling(name, scaling):
 def test_yarn_multiplies_the_scores_of_softmax_attention_and_not_those_of_linear(name):
     options = EncodingOptions(context_scaling="yarn", context_factor=F, context_length=L)
     x = torch.randn(2, 9, 2 * D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    at, outputs = torch.arange(9), {}
+    at = torch.arange(9)
     for kind in ("softmax", "linear"):
         torch.manual_seed(0)
-        module = MultiheadAttention(
-            2 * D, 2, attention_type=kind, position_encoding=name, causal=True, options=options
-        ).double()
+        given = {"attention_type": kind, "position_encoding": name, "options": options}
+        module = MultiheadAttention(2 * D, 2, causal=True, **given).double()
         q, k, v = module._project(x)
         if kind == "linear":
             q, k = module.encoding(feature_map(q), feature_map(k), at, at)
-            outputs[kind] = linear_attention_naive(q, k, v, causal=True)
+            wanted = linear_attention_naive(q, k, v, causal=True)
         else:
             q, k = module.encoding(q, k, at, at)
             scores = q @ k.mT * D**-0.5 * (0.1 * math.log(F) + 1) ** 2
             hidden = torch.ones(9, 9).triu(1).bool()
-            outputs[kind] = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
-        expected = module._project_out(outputs[kind], x)
+            wanted = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+        expected = module._project_out(wanted, x)
         torch.testing.assert_close(module.attend(x)[0], expected, rtol=1e-9, atol=1e-9)
 
 

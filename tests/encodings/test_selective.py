@@ -7,11 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.cross import CrossAttention
-from lrpe_fairseq.attention.multihead import (
-    MultiheadAttention,
-    feature_map,
-    reorder_attention_state,
-)
+from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import FAMILIES, EncodingOptions, build_encoding
 from tests.references import score_matrix
 
@@ -24,10 +20,9 @@ def module_of(name, kind, *, live=True, **options):
     """Attention in float64; ``live``: no parameter of the encoding is zero."""
     torch.manual_seed(0)
     options = {"causal": True, "normalizer": "layernorm", **options}
-    module = MultiheadAttention(
-        WIDTH, HEADS, attention_type=kind, position_encoding=name, **options
-    )
-    return woken(module.double().eval()) if live else module.double().eval()
+    options |= {"attention_type": kind, "position_encoding": name}
+    module = MultiheadAttention(WIDTH, HEADS, **options).double().eval()
+    return woken(module) if live else module
 
 
 def woken(module):
@@ -126,31 +121,6 @@ def test_increments_of_a_quarter_are_context_scaling_by_4(kind):
     torch.testing.assert_close(module.attend(x)[0], wanted, rtol=1e-7, atol=1e-7)
     both = module_of("selective:rope", kind, live=False, **scaled).attend(x)[0]
     torch.testing.assert_close(both, wanted, rtol=1e-10, atol=1e-10)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["selective:lrpe-type8", "gated:selective:lrpe-type2"])
-def test_decoding_with_padding_documents_and_reordered_beams_equals_parallel(name, kind):
-    module, x = module_of(name, kind, selective_gate=True), text(14, batch=3)
-    padding, starts = torch.zeros(3, 14, dtype=torch.bool), torch.zeros(3, 14, dtype=torch.bool)
-    padding[0, [0, 1, 6, 7, 13]] = padding[1, 9:12] = True
-    starts[0, 5] = starts[2, [3, 4, 10]] = True
-    whole, order = module.attend(x, padding, starts=starts)[0], torch.tensor([2, 0, 0, 1])
-    state, parts = None, []
-    for first, last in ((0, 4), (4, 5), (5, 8), (8, 9), (9, 10), (10, 14)):
-        if first == 5:
-            state = reorder_attention_state(state, order)
-            x, padding, starts, whole = (t[order] for t in (x, padding, starts, whole))
-            parts = [p[order] for p in parts]
-        cut = slice(first, last)
-        mask, begin = padding[:, cut], starts[:, cut]
-        out, state = module.attend(x[:, cut], mask, state, True, starts=begin)
-        parts.append(out)
-    real = ~padding
-    torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-10, atol=1e-10)
-    alone = module.attend(x[1:2, real[1]], starts=starts[1:2, real[1]])[0]
-    torch.testing.assert_close(whole[1:2, real[1]], alone, rtol=1e-10, atol=1e-10)
 
 
 def scores_of(encoding, x, shift=0.0):

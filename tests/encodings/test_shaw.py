@@ -7,6 +7,7 @@ import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
+from tests.references import score_matrix
 
 HEADS, WIDTH = 2, 4
 
@@ -31,18 +32,14 @@ def by_pairs(encoding, q, k, q_positions, k_positions):
     return torch.stack([torch.stack([score(i, j) for j in columns], -1) for i in rows], -2)
 
 
-def scores_of(encoding, q, k, q_positions, k_positions):
-    q = q * WIDTH**-0.5
-    return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("distance", [0, 3, 20])
 def test_scores_and_gradients_are_the_definition_written_out_for_every_pair(causal, distance):
     encoding, (q, k) = build(causal, distance), queries_and_keys(5, 9)
     positions = torch.arange(104, 109), torch.arange(100, 109)
     visible = (positions[0][:, None] >= positions[1]) | (not causal)
-    found, wanted = (form(encoding, q, k, *positions) for form in (scores_of, by_pairs))
+    found = score_matrix(encoding, q * WIDTH**-0.5, k, *positions)
+    wanted = by_pairs(encoding, q, k, *positions)
     assert_same_with_gradients(found, wanted, [q, k, encoding.table], visible)
 
 

@@ -37,18 +37,13 @@ def test_weights_and_gradients_are_those_of_a_stick_broken_by_hand(rows, columns
     visible = torch.ones(2, 1, rows, columns, dtype=torch.bool)
     visible[1, ..., : columns // 2] = False  # padding of the second text
     found = weigh(scores, visible)
-    wanted = torch.stack(
-        [
-            torch.stack(
-                [
-                    broken_by_hand(row, columns - rows + i, range(columns // 2) if b else ())
-                    for i, row in enumerate(head)
-                ]
-            )
-            for b, text in enumerate(scores)
-            for head in text
-        ]
-    ).view_as(scores)
+    by_hand = [
+        broken_by_hand(row, columns - rows + i, range(columns // 2) if b else ())
+        for b, text in enumerate(scores)
+        for head in text
+        for i, row in enumerate(head)
+    ]
+    wanted = torch.stack(by_hand).view_as(scores)
     if columns == 1:  # no weight depends on the scores
         assert torch.equal(found, wanted)
     else:
@@ -62,9 +57,8 @@ def test_without_a_mask_the_query_sees_the_keys_before_its_own():
 
 
 def test_the_first_token_attends_to_nothing_and_has_a_finite_gradient():
-    module = MultiheadAttention(
-        8, 2, attention_type="softmax", position_encoding="stick-breaking", causal=True
-    )
+    options = {"attention_type": "softmax", "position_encoding": "stick-breaking"}
+    module = MultiheadAttention(8, 2, causal=True, **options)
     x = torch.randn(1, 1, 8, requires_grad=True)
     out, _ = module.attend(x)
     torch.testing.assert_close(out[0, 0], module.out_proj.bias)

@@ -17,9 +17,8 @@ HEADS, WIDTH = 2, 4
 
 def build(causal=True, heads=HEADS, width=WIDTH, seed=0, departures=()):
     options = EncodingOptions(frozenset(departures))
-    encoding = build_encoding(
-        "transformer-xl", width, heads, causal=causal, seed=seed, options=options
-    ).double()
+    given = {"causal": causal, "seed": seed, "options": options}
+    encoding = build_encoding("transformer-xl", width, heads, **given).double()
     torch.nn.init.normal_(encoding.u, generator=encoding.spec.generator(90))
     torch.nn.init.normal_(encoding.v, generator=encoding.spec.generator(91))
     return encoding

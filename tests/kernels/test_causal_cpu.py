@@ -11,6 +11,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_naive,
 )
 from lrpe_fairseq.kernels import causal, causal_cpu
+from tests.references import assert_near
 
 BATCH, HEADS = 2, 3
 
@@ -38,12 +39,6 @@ def results(form, inputs, wanted="normalized", log_decay=None):
         loss = loss + (denominator * weights_of(denominator)).sum()
     given = [out] if denominator is None else [out, denominator]
     return [*given, *torch.autograd.grad(loss, inputs)]
-
-
-def assert_near(found, wanted, scale):
-    for a, b in zip(found, wanted, strict=True):
-        assert a.shape == b.shape
-        assert (a.double() - b.double()).abs().max() <= scale * b.abs().max().clamp_min(0.1)
 
 
 @pytest.mark.parametrize("decay", [None, (-3.0, -0.3, -0.01)], ids=["plain", "decay"])
@@ -97,14 +92,6 @@ def test_gates_of_any_layout_are_read_right(layout):
     assert_near(results_with_gates(causal_cpu.causal_sums, inputs, "normalized"), wanted, 1e-9)
 
 
-def test_gates_give_the_same_bits_on_any_number_of_threads(monkeypatch):
-    inputs = with_gates(example(300))
-    together = results_with_gates(causal_cpu.causal_sums, inputs, "normalized")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    threaded = results_with_gates(causal_cpu.causal_sums, inputs, "normalized")
-    assert all(torch.equal(a, b) for a, b in zip(together, threaded, strict=True))
-
-
 def test_a_clamped_denominator_has_no_gradient():
     inputs = example(80, dtype=torch.float64)
     with torch.no_grad():
@@ -147,25 +134,29 @@ def test_results_lie_in_memory_as_the_arguments_do():
 def test_a_gradient_that_is_one_number_everywhere():
     inputs = example(40, dtype=torch.float64)
     wanted = torch.autograd.grad(linear_attention_naive(*inputs, causal=True).sum(), inputs)
-    assert_near(
-        torch.autograd.grad(linear_attention(*inputs, causal=True).sum(), inputs), wanted, 1e-9
-    )
+    found = torch.autograd.grad(linear_attention(*inputs, causal=True).sum(), inputs)
+    assert_near(found, wanted, 1e-9)
 
 
-def test_a_sequence_gives_the_same_bits_in_any_batch_and_on_any_number_of_threads():
-    inputs = example(300)
-    together = results(causal_cpu, inputs)
-    one = [x.detach()[1:].contiguous().requires_grad_() for x in inputs]
-    alone = torch.autograd.grad(
-        causal_cpu.causal_sums(*one, "normalized", None, EPS)[0], one, weights_of(together[0])[1:]
-    )
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_sequence_gives_the_same_bits_in_any_batch_and_on_any_number_of_threads(gated):
+    inputs = with_gates(example(300)) if gated else [*example(300), None]
+    given = [x for x in inputs if x is not None]
+    one = [x.detach()[1:].contiguous().requires_grad_() for x in given]
+
+    def sums(leaves, part=slice(None)):
+        q, k, v, *gates = leaves
+        out, _ = causal_cpu.causal_sums(q, k, v, "normalized", gates[0] if gates else None, EPS)
+        weights = weights_of(given[2])[part]
+        return [out, *torch.autograd.grad(out, leaves, weights)]
+
+    together, alone, threads = sums(given), sums(one, slice(1, None)), torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        threaded = results(causal_cpu, inputs)
+        threaded = sums(given)
     finally:
         torch.set_num_threads(threads)
-    for a, b, c in zip(together[1:], threaded[1:], alone, strict=True):
+    for a, b, c in zip(together, threaded, alone, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a[1:], c)
 

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 from lrpe_fairseq.kernels import causal_triton
 from tests import triton_probe
 from tests.pairwise import pairwise
+from tests.references import assert_near
 
 pytestmark = pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not())
 
@@ -52,12 +53,6 @@ def decay_of(kind):
     return None if kind == "plain" else torch.tensor([-0.3, -0.01], device=DEVICE)
 
 
-def assert_near(found, wanted, scale):
-    assert found.shape == wanted.shape
-    bound = scale * wanted.abs().max().clamp_min(0.1)  # sums of terms near one may cancel
-    assert (found.double() - wanted).abs().max() <= bound
-
-
 @pytest.mark.parametrize(
     ("length", "normalizer", "kind"),
     pairwise([1, 63, 64, 65, 150], ["rotated", "none"], ["plain", "decay"]),
@@ -67,12 +62,10 @@ def test_the_kernels_equal_the_naive_form_in_outputs_and_gradients(length, norma
     wanted = "normalized" if normalizer == "rotated" else "numerator"
     out, _ = causal_triton.causal_sums(*inputs, wanted, decay, EPS)
     expected, exact = naive(inputs, normalizer, decay)
-    assert_near(out, expected, 2e-6)
+    assert_near([out], [expected], 2e-6)
     weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)
-    grads = torch.autograd.grad(out, inputs, weights)
-    exact_grads = torch.autograd.grad(expected, exact, weights.double())
-    for grad, exact_grad in zip(grads, exact_grads, strict=True):
-        assert_near(grad, exact_grad, 1e-5)
+    wanted = torch.autograd.grad(expected, exact, weights.double())
+    assert_near(torch.autograd.grad(out, inputs, weights), wanted, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +89,14 @@ def test_a_decay_per_token_equals_the_definition_in_outputs_and_gradients(
     for form, dtype in ((causal_triton.causal_sums, None), (causal.definition, torch.float64)):
         *given, log_decay = own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
         results.append(with_gradients(form(*given, wanted, log_decay, EPS), own))
-    for a, b in zip(*results, strict=True):
-        assert_near(a, b, 1e-5)
+    assert_near(*results, 1e-5)
 
 
 def test_a_constant_decay_that_needs_a_gradient_gets_one():
     inputs = [*example(70), decay_of("decay").requires_grad_()]
     forms = (causal_triton.causal_sums, causal.definition)
     sums = [form(*inputs[:3], "normalized", inputs[3], EPS)[0].square().sum() for form in forms]
-    for a, b in zip(*(torch.autograd.grad(x, inputs) for x in sums), strict=True):
-        assert_near(a, b.double(), 2e-5)
+    assert_near(*(torch.autograd.grad(x, inputs) for x in sums), 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +111,10 @@ def test_sums_over_all_keys_equal_the_definition(shape, wanted, programs, monkey
     """In one part and in several."""
     monkeypatch.setattr(causal_triton, "PROGRAMS", programs)
     inputs, results = example(*shape), []
-    for form, dtype in (
-        (causal_triton.full_sums, torch.float32),
-        (causal.full_definition, torch.float64),
-    ):
-        own = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    for form, dtype in ((causal_triton.full_sums, None), (causal.full_definition, torch.float64)):
+        own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
         results.append(with_gradients(form(*own, wanted, EPS), own))
-    for a, b in zip(*results, strict=True):
-        assert_near(a, b, 1e-5)
+    assert_near(*results, 1e-5)
 
 
 def test_sums_over_all_keys_have_second_derivatives():
@@ -137,8 +124,7 @@ def test_sums_over_all_keys_have_second_derivatives():
         out = form(*own, "normalized", EPS)[0]
         firsts = torch.autograd.grad(out.square().sum(), own, create_graph=True)
         seconds.append(torch.autograd.grad(sum(x.square().sum() for x in firsts), own))
-    for a, b in zip(*seconds, strict=True):
-        assert_near(a, b.double(), 1e-4)
+    assert_near(*seconds, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +138,9 @@ def test_every_width_is_served_complex_features_too(keys, values, programs, monk
     out, denominator = causal_triton.causal_sums(*inputs, "sums", None, EPS)
     numerator, exact = naive(inputs, "none", None)
     scores = (exact[0] @ exact[1].mT).tril().sum(-1)
-    assert_near(out, numerator, 2e-6)
-    assert_near(denominator, scores, 2e-6)
-    weights = torch.linspace(-1, 1, denominator.numel(), device=DEVICE).view_as(denominator)
-    loss = (out * weights.unsqueeze(-1)).sum() + (denominator * weights.flip(-1)).sum()
-    weights = weights.double()
-    expected = (numerator * weights.unsqueeze(-1)).sum() + (scores * weights.flip(-1)).sum()
-    pairs = zip(
-        torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, exact), strict=True
-    )
-    for grad, exact_grad in pairs:
-        assert_near(grad, exact_grad, 1e-5)
+    assert_near([out, denominator], [numerator, scores], 2e-6)
+    found, expected = with_gradients([out, denominator], inputs), [numerator, scores]
+    assert_near(found, with_gradients(expected, exact), 1e-5)
 
 
 def test_a_clamped_denominator_has_no_gradient():
@@ -174,14 +152,13 @@ def test_a_clamped_denominator_has_no_gradient():
     den = (q @ k.mT).tril().sum(-1)
     # between the two float32 noise decides the quotient
     for part in (den > 0.5, den < -0.5):
-        assert_near(out * part.unsqueeze(-1), (reference * part.unsqueeze(-1)).double(), 1e-5)
+        assert_near(*([x * part.unsqueeze(-1)] for x in (out, reference)), 1e-5)
     assert (den < EPS).any()
     assert (den > EPS).any()
     weights = torch.where(den > 0.5, 1.0, 0.0).unsqueeze(-1).expand_as(out)
     ours = torch.autograd.grad(out, (q, k, v), weights)
     theirs = torch.autograd.grad(reference, (q, k, v), weights)
-    for grad, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -190,12 +167,10 @@ def test_wide_half_precision_inputs_are_summed_in_float32(dtype):
     out, _ = causal_triton.causal_sums(*inputs, "normalized", None, EPS)
     expected, exact = naive(inputs, "rotated", None)
     assert out.dtype == torch.float32
-    assert_near(out, expected, 2e-6 if DEVICE == "cpu" else 2e-3)
+    assert_near([out], [expected], 2e-6 if DEVICE == "cpu" else 2e-3)
     grads = torch.autograd.grad(out.sum(), inputs)
-    exact_grads = torch.autograd.grad(expected.sum(), exact)
-    for grad, exact_grad in zip(grads, exact_grads, strict=True):
-        assert grad.dtype == dtype
-        assert_near(grad, exact_grad, 2e-2)
+    assert all(grad.dtype == dtype for grad in grads)
+    assert_near(grads, torch.autograd.grad(expected.sum(), exact), 2e-2)
 
 
 @pytest.mark.parametrize(

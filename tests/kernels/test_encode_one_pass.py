@@ -14,41 +14,21 @@ import torch
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.attention.tokens import Tokens
-from lrpe_fairseq.encodings import (
-    ENCODINGS,
-    EncodingOptions,
-    QueryKeyEncoding,
-    build_encoding,
-)
+from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings import base as encodings_base
 from lrpe_fairseq.kernels import encode, encode_cpu, loader
 from tests.end_to_end.cases import sampled
 from tests.pairwise import pairwise
+from tests.references import assert_near
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
 SERVED = [
-    "rope",
-    "lrpe-type1",
-    "lrpe-type2",
-    "lrpe-type3",
-    "lrpe-type5",
-    "lrpe-type6",
-    "lrpe-tmlr-type1",
-    "lrpe-tmlr-type2",
-    "lrpe:householder-learned:unitary-learned",
-    "lrpe:odd-even:rotation",
-    "lrpe:identity:unitary",
-    "lrpe:odd-even:unitary",
-    "lrpe:odd-even:unitary-learned",
-    "cosformer",
-    "rope-2d",
-    "rope-2d-mixed",
-    "fope",
-    "permuteformer",
-    "lrpe-type4",
-    "lrpe-type7",
-    "lrpe-tmlr-type3",
+    *("rope", "lrpe-type1", "lrpe-type2", "lrpe-type3", "lrpe-type5", "lrpe-type6"),
+    *("lrpe-tmlr-type1", "lrpe-tmlr-type2", "lrpe:householder-learned:unitary-learned"),
+    *("lrpe:odd-even:rotation", "lrpe:identity:unitary", "lrpe:odd-even:unitary"),
+    *("lrpe:odd-even:unitary-learned", "cosformer", "rope-2d", "rope-2d-mixed", "fope"),
+    *("permuteformer", "lrpe-type4", "lrpe-type7", "lrpe-tmlr-type3"),
     "lrpe:householder-learned:permutation",
 ]
 NATIVE = ["lrpe-type8", "lrpe:fourier:unitary-learned"]
@@ -188,8 +168,7 @@ def test_two_runs_give_equal_bits_and_gradients_of_half_precision_are_rounded_on
     q, k = (x.double().requires_grad_() for _ in range(2))
     exact = copy.deepcopy(encoding).double()
     out = exact(encode.feature_map(heads(q)), encode.feature_map(heads(k)), *given)
-    for found, wanted in zip(results[0], [*out, *gradients(out, exact, q, k)], strict=True):
-        assert_near(found, wanted, 1e-3)
+    assert_near(results[0], [*out, *gradients(out, exact, q, k)], 1e-3, least=1.0)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +183,8 @@ def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
     from lrpe_fairseq.kernels import encode_triton
 
     torch.manual_seed(0)
-    module = MultiheadAttention(
-        32, 2, attention_type="softmax", position_encoding=name, causal=True
-    ).to(DEVICE)
+    options = {"attention_type": "softmax", "position_encoding": name, "causal": True}
+    module = MultiheadAttention(32, 2, **options).to(DEVICE)
     for parameter in module.encoding.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
@@ -217,25 +195,22 @@ def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
             out, _ = module.attend(x)
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
         assert launch.call_count == 2 - len(results)
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("width", "served"), [(32, True), (48, False)])
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_queries_and_keys_of_different_sequences(width, served, monkeypatch):
     torch.manual_seed(0)
-    module = CrossAttention(
-        32, 2, attention_type="softmax", position_encoding="lrpe-type2", memory_dim=width
-    ).to(DEVICE)
+    options = {"attention_type": "softmax", "position_encoding": "lrpe-type2"}
+    module = CrossAttention(32, 2, memory_dim=width, **options).to(DEVICE)
     x, memory = torch.randn(2, 5, 32, device=DEVICE), torch.randn(2, 9, width, device=DEVICE)
     at_q, at_k = torch.arange(5, device=DEVICE), torch.arange(9, device=DEVICE).expand(2, 9)
     assert (module._kernels(x, memory, at_q, at_k) is not None) == served
     given = x, Tokens(at_q), memory, Tokens(at_k)
     found = module._encoded(*given)
     monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
-    for a, b in zip(found, module._encoded(*given), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, module._encoded(*given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "time", "kind"), pairwise(NATIVE, [1, 32, 45], ["shared", "own"]))
@@ -285,17 +260,9 @@ def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=True, far=0)
     with mock.patch.object(encode_cpu, "serves", return_value=False):
         features = [maps[phi](heads(x.requires_grad_())) for x in wide]
         expected = exact(*features, *at)
-    for out, wanted in zip(found, expected, strict=True):
-        assert_near(out, wanted, 1e-6)
+    assert_near(found, expected, 1e-6, least=1.0)
     both = gradients(found, encoding, *xs), gradients(expected, exact, *wide)
-    for grad, wanted in zip(*both, strict=True):
-        assert_near(grad, wanted, 1e-5)
-
-
-def assert_near(found, wanted, scale):
-    assert found.shape == wanted.shape
-    bound = scale * wanted.abs().max().clamp_min(1.0)  # sums of terms near one may cancel
-    assert (found.double() - wanted).abs().max() <= bound
+    assert_near(*both, 1e-5, least=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -362,8 +329,7 @@ def test_the_encoding_has_second_derivatives(name, phi):
         out = by(heads(x)).pow(3).sum()
         grads = torch.autograd.grad(out, leaves, create_graph=True)
         seconds.append(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
-    for found, wanted in zip(*seconds, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*seconds, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["lrpe-type2", "lrpe-type5", "lrpe-tmlr-type1"])
@@ -396,8 +362,8 @@ def test_a_fixed_rotation_keeps_nothing_of_x(name, kept, form):
     assert (x.numel() in sizes) == kept
     exact = [y.double() for y in plane]
     wanted = encoding.turn(exact, exact, positions["shared"], positions["shared"])[0]
-    assert_near(q, wanted, 1e-6)
+    assert_near([q], [wanted], 1e-6, least=1.0)
     weights = torch.linspace(-1, 1, q.numel()).view_as(q)
     found, expected = (torch.autograd.grad(y, x, weights.to(y))[0] for y in (k, wanted))
     assert found.stride() == x.stride()
-    assert_near(found, expected.double(), 1e-5)
+    assert_near([found], [expected], 1e-5, least=1.0)

@@ -25,14 +25,9 @@ def module_of(name, attention_type, dtype=torch.float64):
     """
     torch.manual_seed(0)
     vanishes = build_encoding(name, WIDTH // HEADS, HEADS, causal=True).denominator_vanishes
-    module = MultiheadAttention(
-        WIDTH,
-        HEADS,
-        attention_type=attention_type,
-        position_encoding=name,
-        causal=True,
-        normalizer="content" if vanishes else "rotated",
-    )
+    options = {"attention_type": attention_type, "position_encoding": name, "causal": True}
+    normalizer = "content" if vanishes else "rotated"
+    module = MultiheadAttention(WIDTH, HEADS, normalizer=normalizer, **options)
     return module.to(dtype).eval()
 
 
@@ -117,18 +112,15 @@ def test_every_form_of_the_causal_sums(form, decay, wanted):
     inputs = [heads_inside(2, 2, 70, 3, seed=n, dtype=torch.float64) for n in range(3)]
     rate = None if decay is None else torch.tensor(decay)
 
-    def sums(by):
+    def of_sums(by):
         def function(q, k, v):
-            q, k = q.exp(), k.exp()
-            parts = causal.present(*by(q, k, v, wanted, rate, EPS))
+            parts = causal.present(*by(q.exp(), k.exp(), v, wanted, rate, EPS))
             return torch.cat([x.flatten() for x in parts])
 
-        return function
+        return second_derivatives(function, inputs)
 
-    found = second_derivatives(sums(form.causal_sums), inputs)
-    expected = second_derivatives(sums(causal.definition), inputs)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    found, expected = of_sums(form.causal_sums), of_sums(causal.definition)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
 def test_an_input_that_is_given_twice_is_not_counted_twice():

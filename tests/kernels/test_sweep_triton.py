@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1, see tests/conftest.py).
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ SHAPES = [(1, 32, 32), (17, 24, 16), (70, 64, 64), (50, 128, 64), (33, 20, 48), 
 """Time, key width and value width."""
 
 
-def definition(q, k, v, wanted, log_decay, eps, segments=None):
+def definition(q, k, v, wanted, log_decay, eps, segments=None, causal=True):
     """The T x T matrix. A decay of 0 or less than e^-1000 is the same."""
     scores = q @ k.mT
     if log_decay is not None:
@@ -37,19 +39,14 @@ def definition(q, k, v, wanted, log_decay, eps, segments=None):
         run = (segments[:, 1:] != segments[:, :-1]).cumsum(-1)
         run = torch.nn.functional.pad(run, (1, 0))
         scores = scores * (run[:, None, :, None] == run[:, None, None, :])
-    scores = scores.tril()
+    scores = scores.tril() if causal else scores
     out, denominator = scores @ v, scores.sum(-1)
     if wanted == "normalized":
         out = out / denominator.clamp_min(eps).unsqueeze(-1)
     return out, denominator if wanted == "sums" else None
 
 
-def full_definition(q, k, v, wanted, log_decay, eps, segments):
-    scores = q @ k.mT
-    out, denominator = scores @ v, scores.sum(-1)
-    if wanted == "normalized":
-        out = out / denominator.clamp_min(eps).unsqueeze(-1)
-    return out, denominator if wanted == "sums" else None
+full_definition = partial(definition, causal=False)
 
 
 def full_sums(q, k, v, wanted, log_decay, eps, segments):
@@ -136,10 +133,10 @@ def test_gates_of_a_long_text_have_exact_gradients(dtype, monkeypatch):
 
 
 def both_forms(dtype=torch.float16):
-    """The forms with arguments for them."""
+    """The forms, their definitions, and arguments for them."""
     leaves, segments = example(20, 16, 16, dtype, "token", documents=True)
-    yield sweep_triton.causal_sums, leaves, segments
-    yield full_sums, leaves[:3], None
+    yield sweep_triton.causal_sums, definition, leaves, segments
+    yield full_sums, full_definition, leaves[:3], None
 
 
 def test_every_number_is_written_and_two_runs_give_equal_bits(monkeypatch):
@@ -154,7 +151,7 @@ def test_every_number_is_written_and_two_runs_give_equal_bits(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
-    for form, leaves, segments in both_forms():
+    for form, _, leaves, segments in both_forms():
         for wanted in ("normalized", "sums"):
             once, again = (results(form, leaves, wanted, segments) for _ in range(2))
             assert all(x.isfinite().all() for x in once)
@@ -162,7 +159,7 @@ def test_every_number_is_written_and_two_runs_give_equal_bits(monkeypatch):
 
 
 def test_clamped_denominators_saturate_float16_without_a_gradient():
-    for form, (q, k, v, *_), _ in both_forms():
+    for form, _, (q, k, v, *_), _ in both_forms():
         q, k, v = (x.detach().requires_grad_() for x in (-q, k, v))
         out, _ = form(q, k, v, "normalized", None, EPS, None)
         assert out.abs().max() == 65504 / 64
@@ -171,16 +168,14 @@ def test_clamped_denominators_saturate_float16_without_a_gradient():
 
 
 def test_scores_and_states_may_exceed_the_range_of_float16():
-    for form, (q, k, v, *_), _ in both_forms():
+    for form, reference, (q, k, v, *_), _ in both_forms():
         q, k = (torch.full_like(x, 60.0) for x in (q, k))  # scores of 115,200
         leaves = [x.detach() for x in (q, k, v)]
-        reference = definition if form is sweep_triton.causal_sums else full_definition
         assert errors(leaves, "normalized", None, form, reference)[0] <= BOUND[torch.float16]
 
 
 def test_second_derivatives_are_those_of_the_definition():
-    for form, leaves, segments in both_forms(torch.float32):
-        reference = definition if form is sweep_triton.causal_sums else full_definition
+    for form, reference, leaves, segments in both_forms(torch.float32):
         seconds, leaves = [], [x.clamp_min(-1e3) for x in leaves]
         for by, dtype in ((form, torch.float32), (reference, torch.float64)):
             own = [x.detach()[:, :, :5].to(dtype).requires_grad_() for x in leaves]
@@ -194,15 +189,13 @@ def test_second_derivatives_are_those_of_the_definition():
 
 
 def test_one_of_two_results_may_be_used_alone():
-    for form, leaves, segments in both_forms(torch.float32):
+    for form, reference, leaves, segments in both_forms(torch.float32):
         own = [x.detach().requires_grad_() for x in leaves[:3]]
         _, denominator = form(*own, "sums", None, EPS, segments)
-        reference = definition if form is sweep_triton.causal_sums else full_definition
         _, expected = reference(*own, "sums", None, EPS, segments)
         found = torch.autograd.grad(denominator.sum(), own)
         wanted = torch.autograd.grad(expected.sum(), own, materialize_grads=True)
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
