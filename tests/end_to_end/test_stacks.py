@@ -160,27 +160,3 @@ def test_a_pruned_stack_keeps_the_attention_of_its_layers(loaded):
     kept = [KINDS[0], *KINDS[2:]]
     assert [(own.attention_type, own.encoding.name) for own in found] == kept
     assert [own.window for own in found] == [None, 4, None]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--attention-type linear,quadratic", "unknown attention type 'quadratic'"),
-        ("--attention-type linear,,softmax", "has an empty value"),
-        ("--attention-type softmax,linear --position-encoding t5", "needs the score matrix"),
-        ("--attention-window 4,x", "--attention-window is a number of tokens, not 'x'"),
-        ("--attention-window -1", "has at least one token, not -1"),
-        ("--attention-type softmax,linear --memory-length 8", "requires softmax attention"),
-        ("--attention-parts qk-norm,none", "unknown attention part 'none'; choose none, or a list"),
-    ],
-)
-def test_a_bad_pattern_is_refused_in_one_sentence(corpus, given, message):
-    with pytest.raises(Refusal, match=message) as refusal:
-        build(corpus, BARE, given)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("part", ["encoder", "cross"])
-def test_a_window_of_bidirectional_attention_is_refused(pairs, part):
-    with pytest.raises(Refusal, match="an attention window needs causal attention"):
-        built(pairs, PAIRS, f"--{part}-attention-window 4")
