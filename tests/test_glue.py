@@ -97,34 +97,31 @@ def test_every_task_is_prepared_line_for_line_with_its_labels_at_their_numbers(
             found = list(prep.read_lines(folder / "bin" / "label" / f"{split}.label"))
             assert found == labels
         assert list(prep.read_lines(folder / "text" / f"{split}.label")) == labels
-    assert (folder / "bin" / "input0" / "dict.txt").read_text() == (
-        pieces / "bin" / "dict.txt"
-    ).read_text()
+    copied = folder / "bin" / "input0" / "dict.txt"
+    assert copied.read_text() == (pieces / "bin" / "dict.txt").read_text()
 
 
 def test_what_is_not_the_task_is_refused_in_one_sentence(tmp_path, pieces):
-    write_task(tmp_path / "short", "RTE", {"train": 5})
-    assert "contains no dev.tsv" in refusal(run, "RTE", tmp_path / "d", pieces, tmp_path / "short")
-    write_task(tmp_path / "many", "RTE", {"train": 5, "valid": 278})
-    said = refusal(run, "RTE", tmp_path / "e", pieces, tmp_path / "many")
-    assert "278 examples instead of 277" in said
-    write_task(tmp_path / "other", "RTE", {"train": 5, "valid": 277})
-    assert "differs from the official" in refusal(
-        run, "RTE", tmp_path / "f", pieces, tmp_path / "other"
-    )
+    def said(folder, splits=None):
+        if splits:
+            write_task(tmp_path / folder, "RTE", splits)
+        return refusal(run, "RTE", tmp_path / "dest", pieces, tmp_path / folder)
+
+    assert "contains no dev.tsv" in said("short", {"train": 5})
+    assert "278 examples instead of 277" in said("many", {"train": 5, "valid": 278})
+    assert "differs from the official" in said("other", {"train": 5, "valid": 277})
     write_task(tmp_path / "label", "RTE", {"train": 5, "valid": 5})
     path = tmp_path / "label" / "RTE" / "dev.tsv"
     path.write_text(path.read_text().replace("entailment\n", "perhaps\n", 1))
-    said = refusal(run, "RTE", tmp_path / "g", pieces, tmp_path / "label")
-    assert "line 2" in said
-    assert "perhaps" in said
+    wrong = said("label")
+    assert "line 2" in wrong
+    assert "perhaps" in wrong
     path.write_text("index\ta\tb\tlabel\n0\tonly two\n")
-    assert "only 2 columns" in refusal(run, "RTE", tmp_path / "h", pieces, tmp_path / "label")
+    assert "only 2 columns" in said("label")
     path.write_bytes("index\ta\tb\tlabel\n0\tcafé\tb\tentailment\n".encode("latin-1"))
-    assert "UTF-8" in refusal(run, "RTE", tmp_path / "i", pieces, tmp_path / "label")
+    assert "UTF-8" in said("label")
     assert "has no tokenizer" in refusal(prepare_glue.pieces_of, tmp_path)
-    for folder in "defghi":
-        assert not (tmp_path / folder / "RTE" / "bin").exists()
+    assert not (tmp_path / "dest" / "RTE" / "bin").exists()
 
 
 def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(tmp_path, monkeypatch):
@@ -141,9 +138,8 @@ def test_the_official_archive_is_unpacked_and_a_broken_one_is_refused(tmp_path, 
     assert found["valid"].read_text() == (tmp_path / "from" / "QNLI" / "dev.tsv").read_text()
     assert sorted(path.name for path in (tmp_path / "raw").iterdir()) == ["dev.tsv", "train.tsv"]
     (served / "QNLIv2.zip").write_bytes(packed.getvalue()[:-40])
-    assert "truncated or not the expected version" in refusal(
-        glue.obtain, "QNLI", tmp_path / "cut", None
-    )
+    said = refusal(glue.obtain, "QNLI", tmp_path / "cut", None)
+    assert "truncated or not the expected version" in said
     assert list((tmp_path / "cut").iterdir()) == []
 
 
