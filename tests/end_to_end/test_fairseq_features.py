@@ -88,9 +88,7 @@ def test_the_averaged_model_of_learned_angles_computes_and_follows_its_parameter
 def untrained(corpus, tmp_path_factory):
     """A checkpoint of a language model that reads 32 tokens."""
     model, _, config = build(corpus, SMALL)
-    path = tmp_path_factory.mktemp("untrained") / "checkpoint.pt"
-    save(model, config, path)
-    return path
+    return save(model, config, tmp_path_factory.mktemp("untrained") / "checkpoint.pt")
 
 
 @pytest.mark.parametrize(
@@ -131,9 +129,7 @@ def test_a_validation_of_a_part_of_the_text_is_refused_or_says_how_many_tokens_a
 def translation(pairs, tmp_path_factory):
     """A checkpoint of an untrained translation model with two layers on either side."""
     model, _, config = built(pairs, PAIRS)
-    path = tmp_path_factory.mktemp("translation") / "checkpoint.pt"
-    save(model, config, path)
-    return path
+    return save(model, config, tmp_path_factory.mktemp("translation") / "checkpoint.pt")
 
 
 def overridden(path, **overrides):
