@@ -1,8 +1,7 @@
 """Each defect of the pinned fairseq is shown without its fix and with it.
 
-A fix acts on the whole process, and the package applies it on import. The defects are therefore
-shown in a second process that never imports the package: ``PROBES`` run there, and in a third
-process with the fixes.
+A fix acts on the whole process, and the package applies it on import. ``PROBES`` therefore run in a
+fork of a process that has imported fairseq only, and in that process with the fixes.
 """
 
 import importlib.util
@@ -35,63 +34,36 @@ from fairseq.tasks import FairseqTask
 
 from lrpe_fairseq import compat
 from lrpe_fairseq.errors import Refusal
-from tests.end_to_end.commands import SMALL, build, load, save
+from tests.end_to_end.commands import SMALL, TRAINING, built, environment, load, save
 
-ROOT = Path(__file__).resolve().parent.parent
-
-MENDED = """
-import atexit, os
-import torch.distributed as dist
-atexit.register(lambda: print("initialized" if dist.is_initialized() else "left"))  # runs last
-from lrpe_fairseq import compat
-compat.apply()
-store = f"file://{os.getcwd()}/store"
-dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-"""
-STOCK = {  # what happens without the fixes; with them the probes work
-    "sample-break-mode eos": "AttributeError",
-    "span masks": "AttributeError",
-    "dynamic crf": "AttributeError",
-    "checkpoint with options in a Namespace and numbers of numpy": "UnpicklingError",
-    "only these names are allowed": "AssertionError",
-    "resuming in several processes": "UnpicklingError",
-    "bf16": "AssertionError",
-    "num-batch-buckets": "TypeError",
-    "nested options": "OverrideParseException",
-    "adaptive softmax with shared embeddings": "RuntimeError",
-    "average of a model with integers": "RuntimeError",
-    "predictions of several processes": "TypeError",
-    "warnings of hydra": "AssertionError",
-    "an option that is a program": "works",
-}
-PROBES = {
-    "sample-break-mode eos": """
+PROBES = {  # the error without the fixes, and code that works with them
+    "sample-break-mode eos": ("AttributeError", """
 import torch
 from fairseq.data import TokenBlockDataset
 rows = [torch.tensor([5, 6, 2]), torch.tensor([7, 2])]
 blocks = TokenBlockDataset(rows, [3, 2], None, pad=1, eos=2, break_mode="eos")
 assert [b.tolist() for b in blocks] == [[5, 6, 2], [7, 2]]
-""",
-    "span masks": """
+"""),
+    "span masks": ("AttributeError", """
 from fairseq.data import data_utils
 assert data_utils.np.fromiter((n for n in (1, 2)), data_utils.np.int).sum() == 3
-""",
-    "dynamic crf": """
+"""),
+    "dynamic crf": ("AttributeError", """
 import torch
 from fairseq.modules import DynamicCRF
 crf = DynamicCRF(6, low_rank=2, beam_size=3)
 targets = torch.tensor([[1, 2, 3]])
 crf(torch.zeros(1, 3, 6), targets, torch.ones(1, 3, dtype=torch.bool))
-""",
-    "checkpoint with options in a Namespace and numbers of numpy": """
+"""),
+    "checkpoint with options in a Namespace and numbers of numpy": ("UnpicklingError", """
 import argparse, io, numpy as np, torch
 buffer, options = io.BytesIO(), argparse.Namespace(arch="roberta", lr=[0.1])
 torch.save({"cfg": options, "best": np.float64(77.6), "counts": np.array([4, 3])}, buffer)
 buffer.seek(0)
 state = torch.load(buffer)
 assert (state["cfg"], state["best"], state["counts"].tolist()) == (options, 77.6, [4, 3])
-""",
-    "only these names are allowed": """
+"""),
+    "only these names are allowed": ("AssertionError", """
 import torch
 allowed = torch.serialization.get_safe_globals()
 names = {g[1] if isinstance(g, tuple) else f"{g.__module__}.{g.__qualname__}" for g in allowed}
@@ -105,8 +77,8 @@ assert {name for name in names if not name.startswith("torch.")} == {
     "numpy.core.multiarray._reconstruct",
     "numpy.core.multiarray.scalar",
 }
-""",
-    "resuming in several processes": """
+"""),
+    "resuming in several processes": ("UnpicklingError", """
 import argparse, torch
 from fairseq.distributed import utils
 from omegaconf import OmegaConf
@@ -124,12 +96,8 @@ for copy in (sent, received):
     assert copy["cfg"].common.seed == 1 and copy["cfg"].model.arch == "roberta"
     assert copy["model"]["w"].tolist() == [1, 1, 1]
 assert not wire
-""",
-    "an option that is a program": """
-from fairseq.utils import eval_str_list
-assert eval_str_list("__import__('os').getpid()")
-""",
-    "bf16": """
+"""),
+    "bf16": ("AssertionError", """
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 for flag in ("--bf16", "--memory-efficient-bf16"):
@@ -137,15 +105,15 @@ for flag in ("--bf16", "--memory-efficient-bf16"):
     args = options.parse_args_and_arch(parser, ["data", "--arch", "transformer_lm", flag])
     common = convert_namespace_to_omegaconf(args).common
     assert common.bf16 and not common.tpu
-""",
-    "num-batch-buckets": """
+"""),
+    "num-batch-buckets": ("TypeError", """
 from fairseq.data import BucketPadLengthDataset
 import torch
 rows = [torch.ones(n) for n in (1, 2, 3, 9)]
 padded = BucketPadLengthDataset(rows, [1, 2, 3, 9], num_buckets=2, pad_idx=0, left_pad=False)
 assert [len(row) for row in padded] == [2, 2, 9, 9]
-""",
-    "nested options": """
+"""),
+    "nested options": ("OverrideParseException", """
 from argparse import Namespace
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import register_model
@@ -156,8 +124,8 @@ model = convert_namespace_to_omegaconf(Namespace(arch="probe", **given)).model
 assert (model.encoder.embed_dim, model.encoder.layers) == (8, 6)
 assert (model.decoder.embed_dim, model.decoder.input_dim, model.decoder.layers) == (512, 512, 3)
 assert (model.quant_noise.pq, model.dropout, model._name) == (0.1, 0.2, "probe")
-""",
-    "adaptive softmax with shared embeddings": """
+"""),
+    "adaptive softmax with shared embeddings": ("RuntimeError", """
 import torch
 from argparse import Namespace
 from fairseq.data import Dictionary
@@ -173,8 +141,8 @@ names = list(state)
 decoder.upgrade_state_dict_named(state, "decoder")
 module.load_state_dict(state)
 assert list(state) == names
-""",
-    "average of a model with integers": """
+"""),
+    "average of a model with integers": ("RuntimeError", """
 import torch
 from types import SimpleNamespace
 from fairseq.models.ema.ema import EMA
@@ -190,14 +158,14 @@ for _ in range(9):
 assert average.get_model().order.tolist() == [0, 1, 2]
 assert torch.equal(average.get_model().vector, model.vector)
 assert 0.9 < average.get_model().weight < 1
-""",
-    "predictions of several processes": """
+"""),
+    "predictions of several processes": ("TypeError", """
 from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 logs = [{"pred": [1, 0]}, {"pred": [1]}]
 if SentencePredictionCriterion.logging_outputs_can_be_summed():
     sum(log["pred"] for log in logs)  # as Trainer._fast_stat_sync_sum
-""",
-    "warnings of hydra": """
+"""),
+    "warnings of hydra": ("AssertionError", """
 import warnings
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -206,63 +174,56 @@ parsed = options.parse_args_and_arch(options.get_training_parser(), command)
 with warnings.catch_warnings(record=True) as said:
     convert_namespace_to_omegaconf(parsed)
 assert [str(warning.message) for warning in said] == []
-""",
-}
+"""),
+}  # fmt: skip
 
-RUN_PROBES = """
-import json, sys
-results = {}
-for name, code in json.load(sys.stdin).items():
-    try:
-        exec(code, {})
-        results[name] = "works"
-    except Exception as error:
-        results[name] = type(error).__name__
-json.dump(results, open(sys.argv[1], "w"))
+RUN = """
+import atexit, json, os, sys
+import fairseq
+
+def run_probes(report):
+    results = {}
+    for name, (_, code) in probes.items():
+        try:
+            exec(code, {})
+            results[name] = "works"
+        except Exception as error:
+            results[name] = type(error).__name__
+    json.dump(results, open(report, "w"))
+
+probes = json.load(sys.stdin)
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    run_probes("stock")
+    os._exit(0)
+import torch.distributed as dist
+atexit.register(lambda: print("initialized" if dist.is_initialized() else "left"))  # runs last
+import lrpe_fairseq.compat
+lrpe_fairseq.compat.apply()
+store = f"file://{os.getcwd()}/store"
+dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+run_probes("mended")
 """
-
-
-def _environment():
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def _start_probes(preamble, report):
-    command = [sys.executable, "-c", preamble + RUN_PROBES, str(report)]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, env=_environment(), cwd=report.parent, text=True, **pipes)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The result of every probe, without ("stock") and with ("mended") the fixes."""
+    """What every probe did without ("stock") and with ("mended") the fixes, and the last line."""
     folder = tmp_path_factory.mktemp("probes")
-    preambles = {"stock": "import fairseq", "mended": MENDED}
-    running = {k: _start_probes(v, folder / f"{k}.json") for k, v in preambles.items()}
-    code = json.dumps(PROBES)
-    for process in running.values():
-        output, errors = process.communicate(code)
-        assert process.returncode == 0, errors
-    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in running}
-    return {**found, "said last": output.splitlines()[-1]}
-
-
-@pytest.fixture(scope="module")
-def sources():
-    """The text of every fairseq module that ``import fairseq`` loads."""
-    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    files = {
-        k: v for k, v in files.items() if v and v.endswith(".py") and re.match(r"fairseq(\.|$)", k)
-    }
-    assert len(files) > 300
-    return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
+    given = {"cwd": folder, "env": environment(), "input": json.dumps(PROBES)}
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN], capture_output=True, text=True, check=False, **given
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = {name: json.loads((folder / name).read_text()) for name in ("stock", "mended")}
+    return {**found, "said last": ended.stdout.splitlines()[-1]}
 
 
 @pytest.mark.parametrize("name", PROBES)
 def test_fairseq_breaks_here_without_the_fixes_and_works_with_them(outcomes, name):
-    assert outcomes["stock"][name] == STOCK[name]
-    refused = name == "an option that is a program"
-    assert outcomes["mended"][name] == ("ValueError" if refused else "works")
+    assert outcomes["stock"][name] == PROBES[name][0]
+    assert outcomes["mended"][name] == "works"
 
 
 class Attack:
@@ -284,23 +245,6 @@ class HiddenObjects:
         return np.dtype, ("O8", False, True), self.STATE
 
 
-def _globals_of(checkpoint):
-    with zipfile.ZipFile(checkpoint) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith("data.pkl")]
-        pickled = archive.read(name)
-    found = re.findall(rb"c([\w.]+)\n(\w+)\n", pickled)
-    return " ".join(f"{module.decode()}.{attribute.decode()}" for module, attribute in found)
-
-
-def _renamed(checkpoint, old, new):
-    """Copy a checkpoint, replacing the name of a module in its pickle."""
-    copy = checkpoint.with_name("renamed.pt")
-    with zipfile.ZipFile(checkpoint) as archive, zipfile.ZipFile(copy, "w") as target:
-        for name in archive.namelist():
-            target.writestr(name, archive.read(name).replace(old, new))
-    return copy
-
-
 @pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", ">f8"])
 def test_numpy_numbers_of_every_type_load_as_they_were_saved(tmp_path, dtype):
     array = np.asfortranarray(np.arange(6).reshape(2, 3).astype(dtype))
@@ -314,9 +258,12 @@ def test_numpy_numbers_of_every_type_load_as_they_were_saved(tmp_path, dtype):
 
 
 def test_a_checkpoint_that_numpy_1_wrote_loads(tmp_path):
-    torch.save({"counts": np.arange(4), "best": np.float64(0.5)}, tmp_path / "new.pt")
-    old = _renamed(tmp_path / "new.pt", b"cnumpy._core.", b"cnumpy.core.")
-    assert "numpy.core.multiarray.scalar" in _globals_of(old)
+    new, old = tmp_path / "new.pt", tmp_path / "old.pt"
+    torch.save({"counts": np.arange(4), "best": np.float64(0.5)}, new)
+    with zipfile.ZipFile(new) as archive, zipfile.ZipFile(old, "w") as target:
+        for name in archive.namelist():
+            target.writestr(name, archive.read(name).replace(b"cnumpy._core.", b"cnumpy.core."))
+    assert old.stat().st_size < new.stat().st_size  # it names another module
     state = torch.load(old)
     assert state["counts"].tolist() == [0, 1, 2, 3]
     assert state["best"] == 0.5
@@ -371,7 +318,7 @@ def _archive(path, *members):
 
 def _member(name, **fields):
     member = tarfile.TarInfo(name)
-    vars_of = {"size": 0 if "type" in fields else 1, **fields}
+    vars_of = {"size": "type" not in fields, **fields}
     for field, value in vars_of.items():
         setattr(member, field, value)
     return member
@@ -419,8 +366,9 @@ def test_the_values_that_options_take_are_evaluated(text, value):
     assert compat.evaluate_literal(text) == value
 
 
-def test_a_checkpoint_whose_options_are_a_program_does_not_run_it(corpus, tmp_path):
-    model, _, config = build(corpus, SMALL)
+def test_a_checkpoint_whose_options_are_a_program_does_not_run_it(tmp_path):
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    model, _, config = built(tmp_path, TRAINING, SMALL)
     config.model.adaptive_softmax_cutoff = f"open('{tmp_path}/ran', 'w') and [4]"
     save(model, config, tmp_path / "hostile.pt")
     with pytest.raises(ValueError, match="not a literal"):
@@ -446,16 +394,17 @@ def test_an_option_that_is_a_program_is_refused(text):
         compat.evaluate_literal(text)
 
 
-def test_every_module_that_evaluates_options_is_covered(sources):
+def test_every_module_that_evaluates_options_and_every_name_of_numpy_is_covered():
+    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    ours = {k: v for k, v in files.items() if re.match(r"fairseq(\.|$)", k) and v}
+    texts = {k: Path(v).read_text(encoding="utf-8") for k, v in ours.items() if v.endswith(".py")}
+    assert len(texts) > 300
     evaluates = re.compile(r"(?<![\w.])(?<!def )eval\(")
-    found = {name for name, text in sources.items() if evaluates.search(text)}
+    found = {name for name, text in texts.items() if evaluates.search(text)}
     assert found == set(compat._EVALUATING_MODULES)
     assert all(sys.modules[name].eval is compat.evaluate_literal for name in found)
-
-
-def test_every_numpy_name_that_fairseq_uses_exists(sources):
-    texts = [text for text in sources.values() if "import numpy as np" in text]
-    names = {name for text in texts for name in re.findall(r"\bnp\.([A-Za-z_]\w*)", text)}
+    users = [text for text in texts.values() if "import numpy as np" in text]
+    names = {name for text in users for name in re.findall(r"\bnp\.([A-Za-z_]\w*)", text)}
     assert {"int", "float", "compat"} <= names
     assert [name for name in names if not hasattr(np, name)] == []
 

@@ -17,10 +17,11 @@ from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import Refusal
 from tests.test_every_encoding import NAMES, encoding_of
 
+UNFLAT = {"fp16_no_flatten_grads": True}
 WRAPPERS = {
     "float32": (optim, {}),
     "bf16": (optim.FP16Optimizer, {"bf16": True}),
-    "fp16 without flat gradients": (optim.FP16Optimizer, {"fp16_no_flatten_grads": True}),
+    "fp16 without flat gradients": (optim.FP16Optimizer, UNFLAT),
     "memory-efficient": (optim.MemoryEfficientFP16Optimizer, {"bf16": True}),
 }
 
@@ -132,11 +133,7 @@ def test_lrpe_cosine_counts_from_the_first_update():
 HALVES = {  # the loss scaler doubles its scale at the updates 3 and 6
     "bf16": ("lrpe_adam", torch.bfloat16, {"bf16": True}),
     "fp16": ("adam", torch.half, {"fp16": True}),
-    "fp16 without flat gradients": (
-        "lrpe_adam",
-        torch.half,
-        {"fp16": True, "fp16_no_flatten_grads": True},
-    ),
+    "fp16 without flat gradients": ("lrpe_adam", torch.half, {"fp16": True, **UNFLAT}),
     "memory-efficient bf16": ("lrpe_adam", torch.bfloat16, {"memory_efficient_bf16": True}),
     "memory-efficient fp16": ("lrpe_adam", torch.half, {"memory_efficient_fp16": True}),
 }

@@ -1,8 +1,8 @@
 """fairseq's commands as a user types them, the checkpoints they leave, and models built from the
 same options without starting a process.
 
-:func:`start` is a new interpreter, for what concerns processes; :func:`run` forks a process that
-has fairseq imported already; :func:`run_here` calls the command in this process.
+:func:`run` forks a process that has fairseq imported already; :func:`run_here` calls the command in
+this process; :func:`run_together` starts our launcher.
 """
 
 import contextlib
@@ -69,21 +69,6 @@ class Corpus:
         return sum(len(line.split()) + 1 for line in self.lines[split])
 
 
-def start(tool: str, *arguments: object, **popen: Any) -> subprocess.Popen:
-    """Start ``python -m tool``; each argument is a path, or text split as a shell splits it."""
-    return _start([sys.executable, "-W", "ignore", "-m", tool, *words(arguments)], **popen)
-
-
-def finish(process: subprocess.Popen, given: str = "") -> subprocess.CompletedProcess:
-    """Wait for a command's end, handing it ``given`` on its standard input."""
-    try:
-        output, errors = process.communicate(given, timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
 def run(tool: str, *arguments: object, given: str = "") -> str:
     """Run a fairseq command in a forked process, and return what it wrote; it must succeed."""
     return _succeed(run_forked(tool, words(arguments), given=given))
@@ -107,13 +92,9 @@ def run_here(tool: str, *arguments: object, given: str = "") -> str:
 def run_together(processes: int, *arguments: object) -> str:
     """Train in several processes that form one group, as our launcher starts them."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {"env": environment(PROCS=str(processes), PATH=path), "timeout": PATIENCE}
     command = ["bash", str(LAUNCHER), *words(arguments)]
-    return _succeed(finish(_start(command, env=environment(PROCS=str(processes), PATH=path))))
-
-
-def _start(command: list[str], **popen: Any) -> subprocess.Popen:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, **{**pipes, "env": environment(), **popen})
+    return _succeed(subprocess.run(command, capture_output=True, text=True, check=False, **given))
 
 
 def _succeed(ended: subprocess.CompletedProcess) -> str:
@@ -128,6 +109,37 @@ def words(arguments: Iterable[object]) -> list[str]:
         for argument in arguments
         for word in (shlex.split(argument) if isinstance(argument, str) else [str(argument)])
     ]
+
+
+def user_dir(folder: Path, code: str) -> str:
+    """The option for a plugin that does more than ours."""
+    folder.mkdir()
+    (folder / "__init__.py").write_text(code)
+    return f"--user-dir {shlex.quote(str(folder))}"
+
+
+def signalled(folder: Path, update: int, signal: str) -> str:
+    """The option for a plugin that sends a signal to its own process in an update."""
+    return user_dir(
+        folder,
+        f"""
+import os, signal
+import lrpe_fairseq.models
+from fairseq.tasks.fairseq_task import FairseqTask
+step, done = FairseqTask.train_step, []
+def told(*given, **named):
+    done.append(given)
+    if len(done) == {update}:
+        os.kill(os.getpid(), signal.{signal})
+    return step(*given, **named)
+FairseqTask.train_step = told
+""",
+    )
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Dictionaries, lists and tensors are the same to the last bit."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def yaml_config(corpus: Corpus, save_dir: Path, model: dict[str, Any]) -> dict[str, Any]:
@@ -207,14 +219,10 @@ def _configuration(command_line: tuple[str, ...]) -> Any:
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, list(command_line)))
 
 
-def save(model: BaseFairseqModel, config: Any, checkpoint: Path) -> None:
-    """Write a checkpoint as a training would, without having trained."""
-    history = {
-        "criterion_name": "",
-        "optimizer_name": "",
-        "lr_scheduler_state": {},
-        "num_updates": 0,
-    }
+def save(model: BaseFairseqModel, config: Any, checkpoint: Path) -> Path:
+    """Write a checkpoint as a training would, without having trained; its path."""
+    names = {"criterion_name": "", "optimizer_name": ""}
+    history = {**names, "lr_scheduler_state": {}, "num_updates": 0}
     state = {
         "args": None,
         "cfg": OmegaConf.to_container(config, resolve=True, enum_to_str=True),
@@ -223,6 +231,7 @@ def save(model: BaseFairseqModel, config: Any, checkpoint: Path) -> None:
         "extra_state": {"train_iterator": {"epoch": 1}},
     }
     torch.save(state, checkpoint)
+    return checkpoint
 
 
 def load(checkpoint: Path) -> tuple[BaseFairseqModel, FairseqTask, Any]:

@@ -11,6 +11,7 @@ from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
     build,
+    built,
     environment,
     hydra,
     side_by_side,
@@ -18,67 +19,34 @@ from tests.end_to_end.commands import (
     yaml_config,
 )
 from tests.end_to_end.forked import run_forked
+from tests.end_to_end.test_fairseq_features import ADAPTIVE, PAIRS
 
 pytestmark = pytest.mark.end_to_end
 
-READ = {
-    "mistyped option": {"postion_encoding": "rope"},
-    "mistyped number": {"decoder_layers": "six"},
-}
-UNRELATED = "two processes that form no group"
-SENTENCES = {
-    "unknown encoding": f"unknown position encoding 'lrpe-type9'; choose one of "
-    f"{', '.join(ENCODINGS)}, or lrpe:<P>:<Lambda> with P in ",
-    UNRELATED: "2 processes were started without a process group",
-    "mistyped option": "unknown model option 'postion_encoding'; did you mean 'position_encoding'?",
-    "mistyped number": "bad value of model option 'decoder_layers': Value 'six' of type 'str' "
-    "could not be converted to Integer",
-}
 
-
-@pytest.fixture(scope="session")
-def save_dir(tmp_path_factory):
-    """Where a training that was not refused would write."""
-    return tmp_path_factory.mktemp("refused") / "checkpoints"
-
-
-@pytest.fixture(scope="session")
-def refusals(corpus, save_dir):
-    """The results of every refused command, each in a process of its own."""
-    train = words([corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", save_dir])
+def test_a_bad_choice_ends_a_training_with_one_sentence_and_without_a_checkpoint(corpus, tmp_path):
+    folder = tmp_path / "checkpoints"
+    train = words([corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", folder])
     encoding = [*train, "--position-encoding", "lrpe-type9"]
     launched = environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")  # as torchrun sets them
+    read = words(hydra(tmp_path, yaml_config(corpus, folder, {"postion_encoding": "rope"})))
     jobs = {
-        "unknown encoding": lambda: run_forked("fairseq_cli.train", encoding),
-        UNRELATED: lambda: run_forked("fairseq_cli.train", train, environment=launched),
+        f"unknown position encoding 'lrpe-type9'; choose one of {', '.join(ENCODINGS)}, or "
+        "lrpe:<P>:<Lambda> with P in ": lambda: run_forked("fairseq_cli.train", encoding),
+        "2 processes were started without a process group": lambda: run_forked(
+            "fairseq_cli.train", train, environment=launched
+        ),
+        "unknown model option 'postion_encoding'; did you mean 'position_encoding'?": lambda: (
+            run_forked("fairseq_cli.hydra_train", read)
+        ),
     }
-    for label, model in READ.items():
-        config = yaml_config(corpus, save_dir, model)
-        read = words(hydra(save_dir.parent / label.replace(" ", "-"), config))
-        jobs[label] = lambda read=read: run_forked("fairseq_cli.hydra_train", read)
-    return dict(zip(jobs, side_by_side(*jobs.values()), strict=True))
-
-
-def said(ended):
-    """The sentences of ours on standard error."""
-    prefix = "lrpe_fairseq: "
-    lines = ended.stderr.splitlines()
-    return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-
-
-@pytest.mark.parametrize("label", SENTENCES)
-def test_a_bad_choice_ends_a_training_with_one_sentence(refusals, label):
-    ended = refusals[label]
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr + ended.stdout
-    (sentence,) = said(ended)
-    assert sentence.startswith(SENTENCES[label])
-    assert ended.stderr.rstrip().endswith(sentence)
-
-
-def test_nothing_that_was_refused_left_a_checkpoint(refusals, save_dir):
-    assert all(ended.returncode for ended in refusals.values())
-    assert not list(save_dir.glob("*.pt"))
+    for expected, ended in zip(jobs, side_by_side(*jobs.values()), strict=True):
+        assert ended.returncode == 2
+        assert "Traceback" not in ended.stderr + ended.stdout
+        *before, sentence = ended.stderr.splitlines()
+        assert sentence.startswith(f"lrpe_fairseq: {expected}")
+        assert not any(line.startswith("lrpe_fairseq: ") for line in before)
+    assert not list(folder.glob("*.pt"))
 
 
 def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(tmp_path, capsys):
@@ -94,23 +62,52 @@ def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(tmp_pa
     assert f"dict.txt does not exist; did you mean {tmp_path}/bin?" in refused(tmp_path)
 
 
+LAYERS = "--decoder-layers 4 --no-token-positional-embeddings"
+CROSS = "--cross-position-encoding"
+NARROW = "--quant-noise-pq 0.1 --quant-noise-pq-block-size 7"
+TEXT = {
+    "--attention-type linear --position-encoding t5": "position encoding 't5' needs the score "
+    "matrix, which linear attention does not compute; use it with softmax attention",
+    "--position-encoding lrpe:unknown:rotation": "unknown position encoding",
+    "--position-encoding lrpe:identity:unknown": "unknown position encoding",
+    "--decoder-attention-heads 5": "width 32 is not divisible by 5 attention heads",
+    "--decoder-attention-heads 0": "0 attention heads",
+    "--document-boundary book": "--document-boundary 'book' is no symbol of the dictionary",
+    "--adaptive-input": "--adaptive-input requires --adaptive-input-cutoff",
+    f"{ADAPTIVE} --tie-adaptive-weights --adaptive-input --adaptive-input-cutoff 4": (
+        "--tie-adaptive-weights requires equal cutoffs"
+    ),
+    "--decoder-output-dim 16": "require equal widths, not 32 and 16",
+    "--decoder-xformers-att-config {}": "xFormers attention is not supported",
+    NARROW: "7 must divide the widths",
+    "--attention-type linear,quadratic": "unknown attention type 'quadratic'",
+    "--attention-type linear,,softmax": "has an empty value",
+    "--attention-type softmax,linear --position-encoding t5": "needs the score matrix",
+    "--attention-window 4,x": "--attention-window is a number of tokens, not 'x'",
+    "--attention-window -1": "has at least one token, not -1",
+    f"{LAYERS} --attention-type softmax,linear --memory-length 8": "requires softmax attention",
+    "--attention-parts qk-norm,none": "unknown attention part 'none'; choose none, or a list",
+}
+TRANSLATION = {
+    "--cross-self-attention": "--cross-self-attention is not supported",
+    "--share-decoder-input-output-embed --decoder-output-dim 16": "not 32 and 16",
+    "--encoder-xformers-att-config {}": "xFormers attention is not supported",
+    NARROW: "7 must divide the widths",
+    f"--no-cross-attention {CROSS} rope": "--no-cross-attention removes the layers",
+    f"{CROSS} fox": "causal attention only; choose another one for an encoder or cross",
+    f"--cross-attention-type linear {CROSS} t5": "needs the score matrix",
+    "--cross-attention-type linear --load-alignments": "use --cross-attention-type softmax",
+    "--encoder-attention-window 4": "an attention window needs causal attention",
+    "--cross-attention-window 4": "an attention window needs causal attention",
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (
-            "--attention-type linear --position-encoding t5",
-            "position encoding 't5' needs the score matrix, which linear attention does not "
-            "compute; use it with softmax attention",
-        ),
-        ("--position-encoding lrpe:unknown:rotation", "unknown position encoding"),
-        ("--position-encoding lrpe:identity:unknown", "unknown position encoding"),
-        ("--decoder-attention-heads 5", "width 32 is not divisible by 5 attention heads"),
-        ("--decoder-attention-heads 0", "0 attention heads"),
-        ("--document-boundary book", "--document-boundary 'book' is no symbol of the dictionary"),
-    ],
+    ("kind", "options", "reason"),
+    [("text", *case) for case in TEXT.items()] + [("pairs", *c) for c in TRANSLATION.items()],
 )
-def test_a_model_that_cannot_be_built_says_why(corpus, options, reason):
+def test_a_model_that_cannot_be_built_says_why(corpus, pairs, kind, options, reason):
     with pytest.raises(SystemExit, match=reason) as refusal:
-        build(corpus, SMALL, options)
+        build(corpus, SMALL, options) if kind == "text" else built(pairs, PAIRS, options)
     assert refusal.value.code == 2
     assert "\n" not in str(refusal.value)

@@ -20,6 +20,7 @@ from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
+    assert_same,
     build,
     hydra,
     last_loss,
@@ -36,40 +37,27 @@ MODEL = {"attention_type": "softmax", "position_encoding": "rope"}
 UPDATES = 2
 
 
-@pytest.fixture(scope="session")
-def typed_and_read(corpus, tmp_path_factory):
-    """Checkpoints of one model: options typed, and options read from a YAML.
-
-    The typed form repeats two options that the preset switches on already.
-    """
-    folder = tmp_path_factory.mktemp("hydra")
-    typed, read = folder / "typed", folder / "read"
-    config = yaml_config(corpus, read, MODEL)
+def test_a_yaml_trains_the_same_model_as_the_command_line(corpus, tmp_path):
+    """The typed form repeats two options that the preset switches on already."""
+    folders = tmp_path / "typed", tmp_path / "read"
+    config = yaml_config(corpus, folders[1], MODEL)
     again = "--decoder-normalize-before --share-decoder-input-output-embed"
     model = f"--arch lrpe_lm_tiny {SOFTMAX_ROPE} {again} --save-interval-updates 1"
-    train = [corpus.data, TRAINING, model, f"--max-update {UPDATES} --save-dir", typed]
+    train = [corpus.data, TRAINING, model, f"--max-update {UPDATES} --save-dir", folders[0]]
     side_by_side(
         lambda: run("fairseq_cli.train", *train),
-        lambda: run("fairseq_cli.hydra_train", *hydra(folder, config), "model.encoding_seed=7"),
+        lambda: run("fairseq_cli.hydra_train", *hydra(tmp_path, config), "model.encoding_seed=7"),
     )
-    return typed, read
-
-
-def test_a_yaml_trains_the_same_model_as_the_command_line(typed_and_read):
     for update in range(1, UPDATES + 1):
-        typed, read = (folder / f"checkpoint_1_{update}.pt" for folder in typed_and_read)
+        typed, read = (folder / f"checkpoint_1_{update}.pt" for folder in folders)
         assert last_loss(typed) == last_loss(read)
-        weights = saved(read)["model"]
-        assert list(weights) == list(saved(typed)["model"])
-        for name, weight in saved(typed)["model"].items():
-            assert torch.equal(weight, weights[name]), name
+        assert_same(saved(typed)["model"], saved(read)["model"])
 
 
 @pytest.mark.parametrize(
     ("typed", "normalize_before", "shared"),
     [
         ("", True, True),
-        ("--decoder-normalize-before --share-decoder-input-output-embed", True, True),
         ("--no-share-decoder-input-output-embed", True, False),
         ("--no-decoder-normalize-before", False, True),
     ],
@@ -133,6 +121,7 @@ def test_hydra_takes_every_option_of_every_encoding(model, part, on_the_line, tm
         ("model.fox_bias=much", "bad value of model option 'fox_bias': Value 'much' of type 'str'"),
         ("model.ape_init=random", "bad value of model option 'ape_init': Invalid value 'random', "),
         ("model.encoder.fox_bias=3", "unknown model option 'encoder'"),
+        ("model.decoder_layers=six", "bad value of model option 'decoder_layers': Value 'six' of "),
     ],
 )
 def test_a_word_that_names_no_option_or_value_is_refused_in_one_sentence(word, sentence, tmp_path):
@@ -269,9 +258,8 @@ def test_checkpointed_activations_are_computed_again_and_change_no_gradient(
     frugal, frugal_loss = train_step(corpus, attention, "--checkpoint-activations")
     assert len(passes) == 2 + 2 * 2
     assert frugal_loss == plain_loss
-    expected = dict(plain.named_parameters())
-    for name, parameter in frugal.named_parameters():
-        assert torch.equal(parameter.grad, expected[name].grad), name
+    grads = [{k: p.grad for k, p in one.named_parameters()} for one in (plain, frugal)]
+    assert_same(*grads)
 
 
 def test_layerdrop_leaves_no_noise_of_an_earlier_pass_in_shared_spe(corpus):

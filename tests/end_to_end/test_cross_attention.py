@@ -29,16 +29,6 @@ APE = (
 )
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """A folder with the two dictionaries of a translation task, and no text."""
-    folder = tmp_path_factory.mktemp("dictionaries")
-    for language in ("en", "de"):
-        lines = (f"w{number} 1\n" for number in range(16))
-        (folder / f"dict.{language}.txt").write_text("".join(lines))
-    return folder
-
-
 def model_of(pairs, *options):
     return built(pairs, SMALL, *options)[0].eval()
 
@@ -110,24 +100,6 @@ def test_a_checkpoint_from_before_the_options_has_stock_cross_attention(pairs, t
     old, _, _ = load(tmp_path / "old.pt")
     with torch.no_grad():
         assert torch.equal(old(**batch())[0], model.eval()(**batch())[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (f"--no-cross-attention {CROSS} rope", "--no-cross-attention removes the layers"),
-        (f"{CROSS} fox", "causal attention only; choose another one for an encoder or cross"),
-        (f"--cross-attention-type linear {CROSS} t5", "needs the score matrix"),
-        ("--cross-attention-type linear --load-alignments", "use --cross-attention-type softmax"),
-    ],
-)
-def test_what_cross_attention_cannot_do_is_refused_when_the_model_is_built(
-    pairs, options, sentence
-):
-    with pytest.raises(SystemExit, match=sentence) as refusal:
-        built(pairs, SMALL, options)
-    assert refusal.value.code == 2
-    assert "\n" not in str(refusal.value)
 
 
 def test_softmax_gives_the_alignment_and_linear_refuses_to(pairs):

@@ -3,15 +3,12 @@ and in two; in full and in reduced precision."""
 
 import math
 import re
-import subprocess
 from argparse import Namespace
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.end_to_end.cases import in_turn, sampled, usable
 from tests.end_to_end.commands import (
@@ -19,16 +16,18 @@ from tests.end_to_end.commands import (
     SMALL,
     TASK,
     TRAINING,
+    assert_same,
     build,
-    finish,
     last_loss,
     load,
     run,
     run_together,
     saved,
     side_by_side,
-    start,
+    signalled,
+    words,
 )
+from tests.end_to_end.forked import run_forked
 
 pytestmark = pytest.mark.end_to_end
 
@@ -44,40 +43,21 @@ PROMPTS = ["w1 w2", "w3 w5 w7", "w9", "w4 w4 w4 w4 w4"]
 MAX_LENGTH = 16
 
 
-@dataclass(frozen=True)
-class Story:
-    """What is left of one model's life."""
-
-    whole: Path
-    broken: Path
-    status_of_killed: int
-    log_of_resumed: str
-    evaluation: str
-    generation: str
-
-
-def train_until_killed(update, *arguments):
-    """Train, kill -9 as soon as the checkpoint of ``update`` is there; the exit status."""
-    process = start(TRAIN, *arguments, stderr=subprocess.STDOUT)
-    for line in process.stdout:
-        if "Saved checkpoint" in line and f"@ {update} updates" in line:
-            process.kill()
-            break
-    return finish(process).returncode
-
-
 LIVES = ["linear", pytest.param("softmax", marks=pytest.mark.exhaustive)]
 
 
 @pytest.fixture(scope="session", params=LIVES)
 def story(request, corpus, tmp_path_factory):
+    """What is left of one model's life."""
     folder = tmp_path_factory.mktemp(request.param)
     whole, broken = folder / "whole", folder / "broken"
     train = [corpus.data, TRAINING, SMALL, OPTIONS[request.param], "--update-epoch-batch-itr True"]
     train += [f"--max-update {UPDATES} --save-interval-updates {SAVED_AT} --save-dir"]
     model = [f"{TASK} --cpu --path", whole / "checkpoint_last.pt"]
-    _, status = side_by_side(
-        lambda: run(TRAIN, *train, whole), lambda: train_until_killed(SAVED_AT, *train, broken)
+    kill = signalled(folder / "killed", SAVED_AT + 1, "SIGKILL")
+    _, killed = side_by_side(
+        lambda: run(TRAIN, *train, whole),
+        lambda: run_forked(TRAIN, words([*train, broken, kill])),
     )
     search = f"--beam 4 --max-len-b {MAX_LENGTH} --buffer-size 9 --batch-size 9"
     logs = side_by_side(
@@ -87,23 +67,9 @@ def story(request, corpus, tmp_path_factory):
             "fairseq_cli.interactive", corpus.data, *model, search, given="\n".join(PROMPTS) + "\n"
         ),
     )
-    return Story(whole, broken, status, *logs)
-
-
-def assert_same_tensors(a, b):
-    """Dictionaries, lists and tensors are the same to the last bit."""
-    assert type(a) is type(b)
-    if isinstance(a, Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same_tensors(a[key], b[key])
-    elif isinstance(a, list):
-        for x, y in zip(a, b, strict=True):
-            assert_same_tensors(x, y)
-    else:
-        assert a == b
+    left = {"whole": whole, "broken": broken, "status_of_killed": killed.returncode}
+    logs = dict(zip(("log_of_resumed", "evaluation", "generation"), logs, strict=True))
+    return SimpleNamespace(**left, **logs)
 
 
 def test_a_training_killed_in_the_middle_resumes_to_the_same_weights_bit_for_bit(story):
@@ -114,7 +80,7 @@ def test_a_training_killed_in_the_middle_resumes_to_the_same_weights_bit_for_bit
     weight = "decoder.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(halfway[weight], whole["model"][weight])
     for part in ("model", "last_optimizer_state"):
-        assert_same_tensors(whole[part], broken[part])
+        assert_same(whole[part], broken[part])
 
 
 def test_evaluation_scores_every_token_with_the_perplexity_computed_by_hand(story, corpus):
@@ -237,25 +203,20 @@ GROUPS = [
 ]
 
 
-@pytest.fixture(scope="session", params=GROUPS, ids=lambda case: f"{case[0]}-{case[1]}")
-def alone_and_together(request, corpus, tmp_path_factory):
-    """Checkpoints of every update: by one process, and by a group (in part by one process)."""
-    attention, processes = request.param
-    folder = tmp_path_factory.mktemp("processes")
-    alone, together = folder / "alone", folder / "together"
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(
+    case, corpus, tmp_path
+):
+    attention, processes = case
+    folders = tmp_path / "alone", tmp_path / "together"
     train = [corpus.data, TOGETHER, OPTIONS[attention], "--save-interval-updates 1"]
-    run(TRAIN, *train, f"--max-update {STEPS} --update-freq {processes} --save-dir", alone)
-    for size, stop in STOPS[request.param]:
+    run(TRAIN, *train, f"--max-update {STEPS} --update-freq {processes} --save-dir", folders[0])
+    for size, stop in STOPS[case]:
         length = f"--max-update {stop} --update-freq {processes // size} --save-dir"
         start_training = partial(run_together, size) if size > 1 else partial(run, TRAIN)
-        start_training(*train, length, together)
-    return alone, together
-
-
-def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(alone_and_together):
+        start_training(*train, length, folders[1])
     alone, together = (
-        [folder / f"checkpoint_1_{step}.pt" for step in range(1, STEPS + 1)]
-        for folder in alone_and_together
+        [folder / f"checkpoint_1_{step}.pt" for step in range(1, STEPS + 1)] for folder in folders
     )
     losses = [last_loss(checkpoint) for checkpoint in alone]
     assert losses[-1] < 0.9 * losses[0]
@@ -268,16 +229,10 @@ def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(a
 BF16 = f"{TRAINING} {SMALL} --bf16 --disable-validation --save-interval-updates 1 --max-update 20"
 
 
-@pytest.fixture(scope="session", params=LIVES)
-def bf16(request, corpus, tmp_path_factory):
-    """What an attention type makes of ``--bf16``."""
-    folder = tmp_path_factory.mktemp("bf16") / request.param
-    run(TRAIN, corpus.data, BF16, OPTIONS[request.param], "--save-dir", folder)
-    return folder
-
-
-def test_bf16_trains_and_keeps_the_learned_angles_in_float32(bf16):
-    first, last = (bf16 / f"checkpoint_1_{n}.pt" for n in (1, 20))
+@pytest.mark.parametrize("attention", LIVES)
+def test_bf16_trains_and_keeps_the_learned_angles_in_float32(attention, corpus, tmp_path):
+    run(TRAIN, corpus.data, BF16, OPTIONS[attention], "--save-dir", tmp_path)
+    first, last = (tmp_path / f"checkpoint_1_{n}.pt" for n in (1, 20))
     assert last_loss(last) < 0.9 * last_loss(first)
     weights = {k: v for k, v in saved(last)["model"].items() if v.is_floating_point()}
     rounded = {name for name, v in weights.items() if torch.equal(v, v.bfloat16().float())}

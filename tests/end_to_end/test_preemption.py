@@ -1,6 +1,5 @@
 """A training saves a checkpoint and exits on SIGTERM or SIGUSR1, and resumes from it."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,15 +16,16 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     SMALL,
     TRAINING,
+    assert_same,
     environment,
-    finish,
     run,
     saved,
+    signalled,
+    user_dir,
     words,
 )
-from tests.end_to_end.forked import run_forked
-from tests.end_to_end.test_language_model import assert_same_tensors
-from tests.tiny_table import wait_until
+from tests.end_to_end.forked import PATIENCE, run_forked
+from tests.tiny_table import processes, wait_until
 
 pytestmark = pytest.mark.end_to_end
 
@@ -45,17 +45,6 @@ def wait_for(process, update):
             return
 
 
-def trainers(folder):
-    """Processes that train into ``folder``, without those that started them."""
-    found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            said = command.read_text().split("\0")
-            if str(folder) in said and any(word.endswith("bin/fairseq-train") for word in said[:3]):
-                found.append(int(command.parent.name))
-    return found
-
-
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -63,39 +52,18 @@ def undisturbed(corpus, tmp_path_factory):
     return folder
 
 
-def user_dir(folder, code):
-    """The option for a plugin that does more than ours."""
-    folder.mkdir()
-    (folder / "__init__.py").write_text(code)
-    return f"--user-dir {folder}"
-
-
-TOLD = f"""
-import os, signal
-import lrpe_fairseq.models
-from fairseq.tasks.fairseq_task import FairseqTask
-step, done = FairseqTask.train_step, []
-def told(*given, **named):
-    done.append(given)
-    if len(done) == {TOLD_AT}:
-        os.kill(os.getpid(), signal.SIGTERM)  # SIGUSR1: below
-    return step(*given, **named)
-FairseqTask.train_step = told
-"""
-
-
 def test_a_training_that_is_told_to_end_saves_and_resumes_as_if_nothing_had_been(
     corpus, undisturbed, tmp_path
 ):
     command = training(corpus, tmp_path)
-    told = words([*command, user_dir(tmp_path / "told", TOLD)])
+    told = words([*command, signalled(tmp_path / "told", TOLD_AT, "SIGTERM")])
     assert run_forked("fairseq_cli.train", told).returncode == SAVED
     reached = saved(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
     assert reached == TOLD_AT
     run("fairseq_cli.train", *command)
     for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
         ours, theirs = saved(tmp_path / name), saved(undisturbed / name)
-        assert_same_tensors(ours["model"], theirs["model"])
+        assert_same(ours["model"], theirs["model"])
         assert ours["extra_state"]["best"] == theirs["extra_state"]["best"]
 
 
@@ -144,9 +112,9 @@ def test_of_two_processes_one_is_told_and_both_end_at_the_same_update(corpus, tm
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=environment(PROCS="2", PATH=path), **pipes)
     wait_for(process, 5)
-    ranks = trainers(tmp_path)
-    assert len(ranks) == 2
-    os.kill(ranks[0], signal.SIGUSR1)
-    assert finish(process).returncode != 0
+    rank = processes(str(tmp_path), "bin/fairseq-train")[-1]  # after those that started it
+    os.kill(rank, signal.SIGUSR1)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
     reached = saved(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
     assert 5 <= reached < UPDATES

@@ -21,6 +21,7 @@ from tests.end_to_end.commands import (
     PLUGIN,
     SMALL,
     TRAINING,
+    assert_same,
     build,
     last_loss,
     run,
@@ -62,11 +63,8 @@ def segment(blocks, stream=0, first=False):
 def text(corpus, split="valid"):
     """Every token of a split, line ends included, as numbers."""
     _, task = built(corpus, split=split)
-    return torch.cat([task.dataset(split).dataset.dataset[i] for i in range(lines_of(corpus))])
-
-
-def lines_of(corpus):
-    return len(corpus.lines["valid"])
+    lines = range(len(corpus.lines[split]))
+    return torch.cat([task.dataset(split).dataset.dataset[i] for i in lines])
 
 
 XL_AND_T5 = [(name, memory) for name in ("transformer-xl", "t5") for memory in (0, 64)]
@@ -189,33 +187,28 @@ def rounds(task, rows, shards, updates):
 
 
 @pytest.mark.parametrize(("rows", "shards", "updates"), SIZES)
-def test_every_token_is_predicted_once_from_the_token_before_it(corpus, rows, shards, updates):
+def test_every_token_is_predicted_once_and_each_row_goes_on_where_its_stream_was(
+    corpus, rows, shards, updates
+):
     _, task = built(corpus)
     targets = text(corpus)
     eos, pad = task.dictionary.eos(), task.dictionary.pad()
     sources = torch.cat([torch.tensor([eos]), targets[:-1]])
     times = torch.zeros_like(targets)
     assert len(targets) % SEGMENT  # the last segment is a partial one
-    for batch in (b for shard in rounds(task, rows, shards, updates) for b in shard if b):
-        for row, block in enumerate(batch["net_input"]["segment"]["blocks"]):
-            place = slice(block * SEGMENT, (block + 1) * SEGMENT)
-            real = batch["target"][row] != pad
-            times[place] += 1
-            assert torch.equal(batch["target"][row][real], targets[place])
-            assert torch.equal(batch["net_input"]["src_tokens"][row][real], sources[place])
-    assert (times == 1).all()
-
-
-@pytest.mark.parametrize(("rows", "shards", "updates"), SIZES)
-def test_each_row_goes_on_where_its_stream_was(corpus, rows, shards, updates):
-    _, task = built(corpus)
     per_stream: dict[tuple[int, int], list[tuple[int, bool]]] = {}
     for shard, read in enumerate(rounds(task, rows, shards, updates)):
         for batch in filter(None, read):
             where = batch["net_input"]["segment"]
             for row, block in enumerate(where["blocks"]):
-                key = (shard, where["stream"] + row)
-                per_stream.setdefault(key, []).append((block, where["first"]))
+                place = slice(block * SEGMENT, (block + 1) * SEGMENT)
+                real = batch["target"][row] != pad
+                times[place] += 1
+                assert torch.equal(batch["target"][row][real], targets[place])
+                assert torch.equal(batch["net_input"]["src_tokens"][row][real], sources[place])
+                stream = per_stream.setdefault((shard, where["stream"] + row), [])
+                stream.append((block, where["first"]))
+    assert (times == 1).all()
     lengths = {len(read) for read in per_stream.values()}
     assert len(per_stream) == min(rows * shards * updates, len(task.dataset("valid")))
     assert max(lengths) - min(lengths) <= 1
@@ -257,8 +250,7 @@ def test_the_memory_is_carried_from_batch_to_batch(corpus):
 
 def assert_equal(found, expected):
     """True if the blocks of ``expected`` and ``found`` are equal."""
-    for block, scores in expected.items():
-        torch.testing.assert_close(found[block], scores, rtol=0, atol=0)
+    assert_same({block: found[block] for block in expected}, expected)
 
 
 def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(corpus, caplog):
@@ -300,25 +292,18 @@ def test_generation_and_plain_batches_neither_see_nor_change_the_memory(corpus):
     plain = model(tokens)[0]
     torch.testing.assert_close(torch.cat(steps, 1), plain, **EXACT)
     forgetful, _ = built(corpus, memory=0)
-    torch.testing.assert_close(plain, forgetful(tokens)[0], rtol=0, atol=0)
+    assert_same(plain, forgetful(tokens)[0])
     assert_equal(predictions(model, [second]), {b: expected[b] for b in second["id"].tolist()})
 
 
 DOCUMENT_LINES = [1, 4, 5, 19]
 
 
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory):
-    """A folder as data-prep writes it, for the valid split."""
-    folder = tmp_path_factory.mktemp("documents")
-    rows = [f"{line}\tTitle {i}\n" for i, line in enumerate(DOCUMENT_LINES)]
-    (folder / "valid.tsv").write_text("".join(rows))
-    return folder
-
-
 @pytest.mark.parametrize("encoding", ["transformer-xl", "permuteformer"])
-def test_a_document_is_read_as_if_it_stood_alone_when_asked(corpus, documents, encoding):
-    given = f"{SOFTMAX} {encoding} --reset-at-documents {documents}"
+def test_a_document_is_read_as_if_it_stood_alone_when_asked(corpus, tmp_path, encoding):
+    rows = [f"{line}\tTitle {i}\n" for i, line in enumerate(DOCUMENT_LINES)]
+    (tmp_path / "valid.tsv").write_text("".join(rows))
+    given = f"{SOFTMAX} {encoding} --reset-at-documents {tmp_path}"
     model, task = built(corpus, given)
     found = predictions(model, batches(task, max_tokens=SEGMENT))  # one stream
     scores = torch.cat([found[block] for block in sorted(found)])
@@ -364,17 +349,15 @@ def trainings(corpus, tmp_path_factory):
 
 
 def test_a_resumed_training_is_the_uninterrupted_one(trainings):
-    updates = {path.name: int(path.stem.split("_")[-1]) for path in interval_saves(trainings)}
+    updates = {
+        path.name: int(path.stem.split("_")[-1])
+        for path in trainings["whole"].glob("checkpoint_*_*.pt")
+    }
     assert sorted(updates.values()) == list(range(STOP // 3, END + 1, STOP // 3))
     for name in [*updates, "checkpoint_last.pt"]:
         whole, resumed = (saved(folder / name) for folder in trainings.values())
         assert last_loss(trainings["resumed"] / name) == last_loss(trainings["whole"] / name)
-        for key, weight in whole["model"].items():
-            assert torch.equal(resumed["model"][key], weight), (name, key)
-
-
-def interval_saves(trainings):
-    return list(trainings["whole"].glob("checkpoint_*_*.pt"))
+        assert_same(resumed["model"], whole["model"])
 
 
 def evaluated(corpus, checkpoint, caplog, *given):

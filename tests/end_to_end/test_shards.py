@@ -1,12 +1,10 @@
 """Training over shards: each epoch reads its own, a resumed training goes on in the right one."""
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from fairseq.data import data_utils
 
 from lrpe_fairseq.experiments.data import corpus as prep
@@ -14,7 +12,7 @@ from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.families.lm import PretrainingRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS, read_json
-from tests.end_to_end.commands import PLUGIN, last_loss, run_here, saved
+from tests.end_to_end.commands import PLUGIN, assert_same, last_loss, run_here, saved
 from tests.trial import trial
 
 pytestmark = pytest.mark.end_to_end
@@ -49,24 +47,8 @@ def _words(rng):
     return [f"w{rng.randrange(20)}" for _ in range(rng.randint(5, 12))]
 
 
-@dataclass(frozen=True)
-class Training:
-    """The last checkpoint, and the shards that were read for each split."""
-
-    last: Path
-    read: dict[str, list[str]]
-
-
-@pytest.fixture(scope="module")
-def trainings(data, tmp_path_factory):
-    """A training into the third epoch, and one that was stopped inside the second."""
-    folder = tmp_path_factory.mktemp("trainings")
-    ends = {"whole": (UPDATES,), "resumed": (UPDATES // 2 + 1, UPDATES)}
-    return {name: _train(data, folder / name, updates) for name, updates in ends.items()}
-
-
-def _train(data, folder, ends):
-    """Train to each of ``ends`` in turn, each time as a new training that resumes."""
+def trained(data, folder, ends):
+    """Train to each of ``ends`` as a new training that resumes; the checkpoint and shards read."""
     read: dict[str, list[str]] = {"train": [], "valid": []}
     load = data_utils.load_indexed_dataset
 
@@ -78,23 +60,21 @@ def _train(data, folder, ends):
         for end in ends:
             words = [joined_shards(data), TRAIN, f"--max-update {end}", "--save-dir", folder]
             run_here("fairseq_cli.train", *words)
-    return Training(folder / "checkpoint_last.pt", read)
+    assert set(read["valid"]) == {"shard0"}
+    return folder / "checkpoint_last.pt", read["train"]
 
 
-def test_each_epoch_reads_its_own_shard_and_validation_the_first(trainings):
-    assert trainings["whole"].read["train"] == ["shard0", "shard1", "shard0"]
-    assert trainings["resumed"].read["train"] == ["shard0", "shard1", "shard1", "shard0"]
-    for training in trainings.values():
-        assert set(training.read["valid"]) == {"shard0"}
-
-
-def test_a_resumed_training_over_shards_is_the_uninterrupted_one(trainings):
-    whole, resumed = (saved(training.last) for training in trainings.values())
-    for state in (whole, resumed):
+def test_each_epoch_reads_its_own_shard_in_a_resumed_training_as_in_the_uninterrupted_one(
+    data, tmp_path
+):
+    whole, shards = trained(data, tmp_path / "whole", (UPDATES,))
+    assert shards == ["shard0", "shard1", "shard0"]
+    resumed, shards = trained(data, tmp_path / "resumed", (UPDATES // 2 + 1, UPDATES))
+    assert shards == ["shard0", "shard1", "shard1", "shard0"]
+    assert last_loss(whole) == last_loss(resumed)
+    for state in (saved(whole), saved(resumed)):
         assert state["extra_state"]["train_iterator"]["epoch"] == 3
-    assert last_loss(trainings["whole"].last) == last_loss(trainings["resumed"].last)
-    for name, weight in whole["model"].items():
-        assert torch.equal(resumed["model"][name], weight), name
+    assert_same(saved(resumed)["model"], saved(whole)["model"])
 
 
 def test_a_run_trains_over_the_shards_and_is_validated_on_the_first(data, tmp_path):

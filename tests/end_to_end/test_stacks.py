@@ -4,13 +4,12 @@ import logging
 
 import pytest
 import torch
-from fairseq import checkpoint_utils
 
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.models import options
 from tests.end_to_end.commands import SMALL, build, built, run_here, save
-from tests.end_to_end.test_fairseq_features import PAIRS
+from tests.end_to_end.test_fairseq_features import PAIRS, overridden
 
 pytestmark = pytest.mark.end_to_end
 
@@ -129,24 +128,13 @@ def test_an_encoder_a_decoder_and_cross_attention_have_their_own_patterns(pairs)
 @pytest.fixture(scope="module")
 def checkpoint(corpus, tmp_path_factory):
     model, _, config = build(corpus, STACK)
-    path = tmp_path_factory.mktemp("stack") / "checkpoint.pt"
-    save(model, config, path)
-    return path
+    return save(model, config, tmp_path_factory.mktemp("stack") / "checkpoint.pt")
 
 
-@pytest.fixture(scope="module")
-def loaded(checkpoint):
-    def load(**overrides):
-        names = [str(checkpoint)]
-        return checkpoint_utils.load_model_ensemble_and_task(names, overrides)[0][0]
-
-    return load
-
-
-def test_a_checkpoint_keeps_its_patterns_and_an_override_changes_them(corpus, checkpoint, loaded):
+def test_a_checkpoint_keeps_its_patterns_and_an_override_changes_them(corpus, checkpoint):
     model = build(corpus, STACK)[0].eval()
-    assert torch.equal(loaded().eval()(text())[0], model(text())[0])
-    assert [own.window for own in layers_of(loaded(attention_window=5))] == [5] * 4
+    assert torch.equal(overridden(checkpoint).eval()(text())[0], model(text())[0])
+    assert [own.window for own in layers_of(overridden(checkpoint, attention_window=5))] == [5] * 4
     written = run_here(
         "fairseq_cli.generate", corpus.data, "--task language_modeling --cpu --beam 3",
         "--sample-break-mode eos --max-len-b 20 --path", checkpoint,
@@ -155,32 +143,8 @@ def test_a_checkpoint_keeps_its_patterns_and_an_override_changes_them(corpus, ch
     assert "\nH-0\t" in written
 
 
-def test_a_pruned_stack_keeps_the_attention_of_its_layers(loaded):
-    found = layers_of(loaded(decoder_layers_to_keep="0,2,3"))
+def test_a_pruned_stack_keeps_the_attention_of_its_layers(checkpoint):
+    found = layers_of(overridden(checkpoint, decoder_layers_to_keep="0,2,3"))
     kept = [KINDS[0], *KINDS[2:]]
     assert [(own.attention_type, own.encoding.name) for own in found] == kept
     assert [own.window for own in found] == [None, 4, None]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--attention-type linear,quadratic", "unknown attention type 'quadratic'"),
-        ("--attention-type linear,,softmax", "has an empty value"),
-        ("--attention-type softmax,linear --position-encoding t5", "needs the score matrix"),
-        ("--attention-window 4,x", "--attention-window is a number of tokens, not 'x'"),
-        ("--attention-window -1", "has at least one token, not -1"),
-        ("--attention-type softmax,linear --memory-length 8", "requires softmax attention"),
-        ("--attention-parts qk-norm,none", "unknown attention part 'none'; choose none, or a list"),
-    ],
-)
-def test_a_bad_pattern_is_refused_in_one_sentence(corpus, given, message):
-    with pytest.raises(Refusal, match=message) as refusal:
-        build(corpus, BARE, given)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("part", ["encoder", "cross"])
-def test_a_window_of_bidirectional_attention_is_refused(pairs, part):
-    with pytest.raises(Refusal, match="an attention window needs causal attention"):
-        built(pairs, PAIRS, f"--{part}-attention-window 4")

@@ -5,13 +5,12 @@ import copy
 import json
 import random
 import shutil
-from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from fairseq.data import data_utils
+from fairseq.dataclass.configs import GenerationConfig
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.experiments.commands import evaluate
@@ -64,6 +63,7 @@ def with_cases(default, every):
     return pytest.mark.parametrize(names, sampled(every, default))
 
 
+SPLITS = ("train", "valid", "test")
 LENGTHS = (9, 5, 1)  # of three sources
 
 
@@ -77,9 +77,7 @@ def pairs(tmp_path_factory):
         (folder / f"{split}.de").write_text(
             "".join(" ".join(line).upper() + "\n" for line in lines)
         )
-    files = " ".join(f"--{split}pref {folder / split}" for split in ("train", "valid", "test"))
-    run("fairseq_cli.preprocess", "-s en -t de --workers 1", files, "--destdir", folder / "data")
-    return folder / "data"
+    return preprocess("", folder / "data", **{split: folder / split for split in SPLITS})
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +137,7 @@ def test_beam_search_depends_on_neither_batch_nor_padding_side(
     model_of, side, attention, encoding, normalizer
 ):
     model, task = model_of(side, attention, encoding, normalizer)
-    generator = task.build_generator([model], beam_options(beam=4))
+    generator = task.build_generator([model], BEAM)
     rows = sources()
     alone = [generator.generate([model], batch([row]))[0][0] for row in rows]
     for left_pad in (True, False):
@@ -149,10 +147,7 @@ def test_beam_search_depends_on_neither_batch_nor_padding_side(
             assert all_of_them[0]["tokens"].tolist() == one["tokens"].tolist()
 
 
-def beam_options(**changes):
-    from fairseq.dataclass.configs import GenerationConfig
-
-    return GenerationConfig(**{"max_len_a": 0.0, "max_len_b": 12, **changes})
+BEAM = GenerationConfig(max_len_a=0.0, max_len_b=12, beam=4)
 
 
 @with_cases(FEW, CASES)
@@ -160,7 +155,7 @@ def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
     model_of, side, attention, encoding, normalizer
 ):
     model, task = model_of(side, attention, encoding, normalizer)
-    generator = task.build_generator([model], beam_options(beam=4))
+    generator = task.build_generator([model], BEAM)
     prefix = torch.tensor([[7, 9, 4], [5, 5, 6], [8, 4, 4]])
     sample = batch(sources())
     for row, found in enumerate(generator.generate([model], sample, prefix_tokens=prefix)):
@@ -174,23 +169,22 @@ def test_a_forced_prefix_is_kept_and_scored_as_training_scores_it(
         torch.testing.assert_close(found[0]["positional_scores"], expected, rtol=0, atol=1e-4)
 
 
-@pytest.fixture(scope="session")
-def joined(pairs):
-    """The same pairs, with one dictionary for both languages."""
-    folder = pairs.parent
-    files = " ".join(f"--{split}pref {folder / split}" for split in ("train", "valid", "test"))
-    options = f"-s en -t de --joined-dictionary --workers 1 --destdir {folder / 'joined'}"
-    run("fairseq_cli.preprocess", options, files)
-    return folder / "joined"
+def preprocess(options, dest, **prefixes):
+    """Binarize the pairs that begin with these prefixes; the folder."""
+    files = " ".join(f"--{split}pref {prefix}" for split, prefix in prefixes.items())
+    run("fairseq_cli.preprocess", "-s en -t de --workers 1", options, files, "--destdir", dest)
+    return dest
 
 
-def test_a_joined_dictionary_may_have_one_embedding(joined, tmp_path):
+def test_a_joined_dictionary_may_have_one_embedding(pairs, tmp_path):
+    prefixes = {split: pairs.parent / split for split in SPLITS}
+    joined = preprocess("--joined-dictionary", tmp_path / "joined", **prefixes)
     model, _, config = built(joined, TRAINING, SMALL, "--share-all-embeddings")
     shared = model.encoder.embed_tokens.weight
     assert shared is model.decoder.embed_tokens.weight
     assert shared is model.decoder.output_projection.weight
     save(model, config, tmp_path / "untrained.pt")
-    sentences = (joined.parent / "test.en").read_text().splitlines()[:2]
+    sentences = (pairs.parent / "test.en").read_text().splitlines()[:2]
     ways = translated_three_ways(run_here, tmp_path / "untrained.pt", joined, sentences)
     assert ways[0] == ways[1] == ways[2]
 
@@ -207,12 +201,6 @@ OPTIONS = (
 """Only cross-attention can address the source, which has no absolute positions."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    folder: Path
-    sentences: list[str]
-
-
 @pytest.fixture(scope="session")
 def trained(pairs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("translation")
@@ -221,7 +209,7 @@ def trained(pairs, tmp_path_factory):
     small = small_transformer(layers=1, inner=64)
     train = [pairs, TRAINING, small, OPTIONS, saving, "--dropout 0 --save-dir", folder]
     run("fairseq_cli.train", *train)
-    return Trained(folder, (pairs.parent / "test.en").read_text().splitlines()[:6])
+    return folder
 
 
 def translations(output):
@@ -250,17 +238,17 @@ def translated_three_ways(call, checkpoint, pairs, sentences):
 
 
 def test_the_three_ways_agree_on_what_was_learned(trained, pairs):
-    expected, *others = translated_three_ways(
-        run, trained.folder / "checkpoint_best.pt", pairs, trained.sentences
-    )
+    sentences = (pairs.parent / "test.en").read_text().splitlines()[:6]
+    best = trained / "checkpoint_best.pt"
+    expected, *others = translated_three_ways(run, best, pairs, sentences)
     assert others == [expected, expected]
-    right = [s.upper() == e for s, e in zip(trained.sentences, expected, strict=True)]
+    right = [s.upper() == e for s, e in zip(sentences, expected, strict=True)]
     assert sum(right) >= 4, expected
 
 
 def test_a_run_records_the_updates_of_the_checkpoints_that_it_averages(trained, monkeypatch):
     monkeypatch.setattr(translation, "measure", lambda *_: {})
-    run_of = mock.Mock(checkpoints=trained.folder, decoding=Decoding(average=2), evaluations=())
+    run_of = mock.Mock(checkpoints=trained, decoding=Decoding(average=2), evaluations=())
     run_of._averaged.return_value = None, None
     assert TranslationRun.measure(run_of, None) == {"averaged_updates": [100, 200]}
 
@@ -282,7 +270,7 @@ def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
 ):
     monkeypatch.setattr(evaluate, "Children", ForkedChildren)
     folder = tmp_path / "trained"
-    shutil.copytree(trained.folder, folder)
+    shutil.copytree(trained, folder)
     given = [str(folder / "checkpoint_last.pt"), str(prepared / "bin"), "--splits", "test"]
     out = ["--out", str(tmp_path / "run.json")]
     assert evaluate.mt([*given, "--average", "2", "--beam", "2", *out]) == 0
@@ -305,7 +293,7 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     trained, prepared, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(evaluate, "Children", ForkedChildren)
-    checkpoint, out = str(trained.folder / "checkpoint_best.pt"), tmp_path / "run.json"
+    checkpoint, out = str(trained / "checkpoint_best.pt"), tmp_path / "run.json"
     options = ["--splits", "test", "--average", "1", "--out", str(out)]
 
     def said(*given):
@@ -318,22 +306,12 @@ def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
 
     assert "nowhere is not prepared" in said(checkpoint, "nowhere")
     words = (prepared / "bin" / "dict.de.txt").read_text()
-    lines = (trained.folder / "long.en", trained.folder / "long.de")
+    lines = (trained / "long.en", trained / "long.de")
     symbol = words.split()[0].lower()
     lines[0].write_text(f"{symbol} " * 1100 + "\n")
     lines[1].write_text("X\n")
-    dictionaries = [
-        f"--{side}dict {prepared / 'bin' / f'dict.{language}.txt'}"
-        for side, language in (("src", "en"), ("tgt", "de"))
-    ]
-    run(
-        "fairseq_cli.preprocess",
-        "-s en -t de --workers 1",
-        f"--testpref {trained.folder / 'long'}",
-        *dictionaries,
-        "--destdir",
-        tmp_path / "long",
-    )
+    dictionaries = f"--srcdict {prepared}/bin/dict.en.txt --tgtdict {prepared}/bin/dict.de.txt"
+    preprocess(dictionaries, tmp_path / "long", test=trained / "long")
     for path in (tmp_path / "long").glob("test*"):
         shutil.copy(path, prepared / "bin")
     error = said(checkpoint, str(prepared))
