@@ -1,6 +1,7 @@
 """Runs, their schedule and tables: what is trained, what counts as finished, what survives."""
 
 import argparse
+import copy
 import functools
 import json
 import logging
@@ -292,7 +293,8 @@ def test_a_run_of_other_settings_is_not_finished(one_run):
 def test_options_that_were_deleted_from_the_yaml_are_compared_by_their_defaults(
     one_run, monkeypatch
 ):
-    deleted, before = {"optimizer.weight_decay", "model.dropout"}, one_run.yaml()
+    deleted, before = {"optimizer.weight_decay", "model.dropout"}, copy.deepcopy(one_run.yaml())
+    OmegaConf.set_readonly(before, False)
     config = trained(one_run, **dict.fromkeys(deleted, 0.25))
     for section, name in (option.split(".") for option in deleted):
         del before[section][name]

@@ -6,7 +6,6 @@ the dictionary and the sets for evaluation of the first.
 """
 
 import contextlib
-import copy
 import functools
 import json
 import os
@@ -102,13 +101,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def load_config(path: Path) -> Any:
     """Load a configuration of fairseq, over the bases beside it that its ``defaults`` name.
 
-    An unchanged file is parsed only once. Raises: ValueError for invalid YAML or a missing task.
+    An unchanged file is parsed only once, and the result is read-only. Raises: ValueError for
+    invalid YAML or a missing task.
     """
     from omegaconf import OmegaConf  # data preparation uses this module without omegaconf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = copy.deepcopy(_composed(path, path.stat().st_mtime_ns))
+        config = _composed(path, path.stat().st_mtime_ns)
         if not OmegaConf.select(config, "task._name"):
             raise ValueError("it is not a configuration of fairseq: it has no task._name")
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
@@ -129,7 +129,9 @@ def _composed(path: Path, changed: int) -> Any:
     config = OmegaConf.merge({}, OmegaConf.load(path))
     names = [name for name in config.pop("defaults", ()) if name != "_self_"]
     bases = [path.with_name(f"{name}.yaml") for name in names]
-    return OmegaConf.merge(*(_composed(base, base.stat().st_mtime_ns) for base in bases), config)
+    found = OmegaConf.merge(*(_composed(base, base.stat().st_mtime_ns) for base in bases), config)
+    OmegaConf.set_readonly(found, True)
+    return found
 
 
 def _sync_folder(folder: Path) -> None:
