@@ -31,6 +31,8 @@ VARIANTS = {
     CANONICAL: ("ape", {"ape_generator": "canonical"}),
     "gated:lrpe-type2": ("gated:lrpe-type2", {}),
     "selective:lrpe-type2": ("selective:lrpe-type2", {}),
+    "path:lrpe-type2": ("path:lrpe-type2", {}),
+    "gated:path:lrpe-type2": ("gated:path:lrpe-type2", {}),
 }
 """Rows beside those of ``ENCODINGS``: name -> (encoding, options)."""
 BESIDE_ROPE = ("ape", "ape-tree", CANONICAL)

@@ -148,7 +148,7 @@ def index(results: Results) -> str:
 def _first(results: Results, table: Table) -> str:
     """Return the best rows of a table's first headline columns."""
     if table.compare == "columns":
-        return "columns are compared"
+        return "–"
     sheet = results.sheets_of(table.name)[0]
     first: dict[str, ColumnView] = {}
     for view in results.headlines(sheet):
