@@ -165,7 +165,7 @@ def test_other_encodings_and_uses_are_refused_in_one_sentence():
     options = EncodingOptions(grid_width=4, position_grid="axial")
     with pytest.raises(ValueError, match="summed from the text, without rows"):
         build_encoding("selective:rope", D, HEADS, options=options)
-    with pytest.raises(ValueError, match="summed along one text; choose the encoding without"):
+    with pytest.raises(ValueError, match="follow one text; choose an encoding with fixed"):
         CrossAttention(WIDTH, HEADS, attention_type="softmax", position_encoding="selective:rope")
 
 
