@@ -129,7 +129,7 @@ class MultiheadAttention(ProjectedAttention):
         )
         self.update: nn.Module | None = None
         """What a layer adds to the states of the encoding; see :meth:`advance`."""
-        self._read: tuple[Tensor, Tensor] | None = None
+        self._read: list[Tensor] = []  # the states, and their means by the weights
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -394,7 +394,7 @@ class MultiheadAttention(ProjectedAttention):
         out = encoded_attention(self.encoding, q, k, v, queries, keys, **options)
         if self.update is not None:
             out, means = out.split([self.head_dim, out.shape[-1] - self.head_dim], -1)
-            self._read = self._read[0], means
+            self._read.append(means)
         return out, past
 
     def _with_states(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -407,7 +407,7 @@ class MultiheadAttention(ProjectedAttention):
         if states is None:
             states = self.encoding.start(tokens.positions, q)
         if self.update is not None:
-            self._read = states, states  # the second becomes their means
+            self._read = [states]
             v = torch.cat([v, states.to(v).expand(len(v), -1, -1, -1)], -1)
         return self.encoding.turned(q, states), self.encoding.turned(k, states), v
 
@@ -418,7 +418,7 @@ class MultiheadAttention(ProjectedAttention):
         """
         if self.update is not None:
             self.given.states = self.update(*self._read, y.transpose(0, 1))
-            self._read = None
+            self._read = []
 
     def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
         """Return the tokens of x (B, T, C) with the sums of their gates after those of the past."""

@@ -16,13 +16,11 @@ from torch.nn import functional as F
 from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import EncodingSpec
 from lrpe_fairseq.encodings.history import history
+from lrpe_fairseq.encodings.networks import drawn
 from lrpe_fairseq.errors import ChoiceError
 
 PARTS = ("qk-norm", "output-norm", "output-gate", "kv-shift")
 """Names of all parts."""
-
-START_STD = 0.02
-"""Standard deviation of the initial weights, as in the authors' code: gates start near 1/2."""
 
 
 def parse_parts(text: str) -> frozenset[str]:
@@ -61,18 +59,15 @@ class HeadNorm(nn.Module):
 
 
 class Gate(nn.Module):
-    """sigmoid(W x) with W (N, C) from N(0, 0.02^2), without a bias.
+    """sigmoid(W x) with W (N, C) from N(0, 0.02^2), without a bias: near 1/2 at the start.
 
     The draw comes from the encoding's seed, so that all other weights of a model are those without
-    the gate. It is no nn.Linear: fairseq's BERT models would draw it again.
+    the gate.
     """
 
     def __init__(self, spec: EncodingSpec, size: int, stream: int) -> None:
         super().__init__()
-        draw = torch.randn(
-            size, spec.num_heads * spec.head_dim, generator=spec.generator(stream), device="cpu"
-        )
-        self.weight = nn.Parameter(START_STD * draw)
+        self.weight = drawn(spec.generator(stream), size, spec.num_heads * spec.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the gates (B, T, N) of x (B, T, C), in float32 or wider."""

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import Card, Encoding, Properties, QueryKeyEncoding
+from lrpe_fairseq.encodings.networks import drawn
 from lrpe_fairseq.encodings.none import Unchanged
 from lrpe_fairseq.encodings.options import EncodingSpec, option
-
-START_STD = 0.02
-"""Standard deviation of the initial weights of the gates, as in the authors' code."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,7 @@ class ForgetGate(nn.Module):
     def __init__(self, spec: EncodingSpec, bias: float) -> None:
         super().__init__()
         shape = (spec.num_heads, spec.num_heads * spec.head_dim)
-        draw = torch.randn(shape, generator=spec.generator(stream=8), device="cpu")
-        # no nn.Linear: fairseq's BERT models would initialize it again
-        self.weight = nn.Parameter(START_STD * draw)
+        self.weight = drawn(spec.generator(stream=8), *shape)
         self.bias = nn.Parameter(torch.full(shape[:1], float(bias), device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import Card, Encoding, QueryKeyEncoding
-from lrpe_fairseq.encodings.fox import START_STD, FoX
+from lrpe_fairseq.encodings.fox import FoX
 from lrpe_fairseq.encodings.history import causal_filter
+from lrpe_fairseq.encodings.networks import drawn
 from lrpe_fairseq.encodings.none import NoEncoding, Unchanged
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 
@@ -36,14 +38,9 @@ class Reflections(nn.Module):
     def __init__(self, spec: EncodingSpec, bias: float) -> None:
         super().__init__()
         self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
-        generator = spec.generator(stream=43)
-
-        def drawn(*shape: int) -> nn.Parameter:
-            # no nn.Linear: fairseq's BERT models would initialize it again
-            return nn.Parameter(START_STD * torch.randn(shape, generator=generator, device="cpu"))
-
-        self.down, self.up, self.filter = drawn(RANK, width), drawn(width, RANK), drawn(TAPS, width)
-        self.weight = drawn(self.heads, width)
+        draw = partial(drawn, spec.generator(stream=43))
+        self.down, self.up, self.filter = draw(RANK, width), draw(width, RANK), draw(TAPS, width)
+        self.weight = draw(self.heads, width)
         self.bias = nn.Parameter(torch.full((self.heads,), float(bias), device="cpu"))
 
     def forward(

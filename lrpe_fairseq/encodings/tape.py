@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import Card, Float32Module
 from lrpe_fairseq.encodings.cores import rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
-from lrpe_fairseq.encodings.fox import START_STD
 from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.encodings.networks import drawn
 from lrpe_fairseq.encodings.options import EncodingSpec
 
 DIAGONAL = "tape-diagonal"
@@ -27,15 +27,11 @@ class StateUpdate(Float32Module):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         heads, size, generator = spec.num_heads, 4 * spec.num_heads, spec.generator(stream=50)
-
-        def drawn(*shape: int) -> nn.Parameter:
-            # no nn.Linear: fairseq's BERT models would initialize it again
-            return nn.Parameter(START_STD * torch.randn(shape, generator=generator, device="cpu"))
-
         diagonal = DIAGONAL in spec.options.fidelity
         self.mix = nn.Parameter(torch.zeros(*([heads] if diagonal else [heads, heads])))
         self.up = nn.Parameter(torch.zeros(size, heads))
-        self.gate, self.down = drawn(size, heads * spec.head_dim), drawn(heads, size)
+        self.gate = drawn(generator, size, heads * spec.head_dim)
+        self.down = drawn(generator, heads, size)
 
     def forward(self, e: Tensor, m: Tensor, y: Tensor) -> Tensor:
         """Return the states after a layer, (B, H, T, D), float32 or wider.
@@ -64,7 +60,8 @@ class TAPE(LRPE):
     (:class:`StateUpdate`). The states start as RoPE's phases, and the layers as RoPE. The last
     layer of a stack has no update, because no layer reads it.
 
-    Trap: outside the layers of ``lrpe_fairseq.models`` nothing is updated: it is RoPE.
+    Trap: outside the layers of ``lrpe_fairseq.models`` nothing is updated: it is RoPE. Updated
+    states do not keep the norm of queries and keys.
     """
 
     has_states = True

@@ -9,6 +9,8 @@ from lrpe_fairseq.encodings.options import EncodingOptions
 from lrpe_fairseq.encodings.tape import DIAGONAL, StateUpdate
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from tests.end_to_end.commands import SMALL, build
+from tests.test_classifier import batch_of, rows_of
+from tests.test_classifier import model_of as classifier_of
 
 pytestmark = pytest.mark.end_to_end
 
@@ -111,6 +113,18 @@ def test_padding_on_the_left_changes_nothing(corpus):
     model, tokens = model_of(corpus), text()
     padded = F.pad(tokens, (3, 0), value=1)
     torch.testing.assert_close(model(padded)[0][:, 3:], model(tokens)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_an_encoder_updates_its_states_and_reads_no_padding():
+    model, rows = classifier_of("softmax", "tape"), rows_of(9, 12, 5)
+    plain = model(batch_of(rows))
+    for name, parameter in model.named_parameters():
+        if ".update." in name:
+            parameter.data += 0.3
+    found = model(batch_of(rows))
+    assert (found - plain).abs().max() > 1e-4
+    alone = torch.cat([model(row[None]) for row in rows])
+    torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
 
 
 def test_half_precision_keeps_states_wide(corpus):

@@ -79,6 +79,7 @@ def _values(results: Results) -> dict[str, Callable]:
         "length": partial(_length, results),
         "recall": partial(_recall, results),
         "speed": partial(speed.speed, results.root, "cuda"),
+        "cpu_speed": partial(speed.speed, results.root, "cpu"),
     }
 
 
