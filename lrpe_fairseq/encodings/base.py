@@ -151,6 +151,19 @@ class Fold(NamedTuple):
 # --- the protocols -----------------------------------------------------------------------------
 
 
+START_STD = 0.02
+"""Standard deviation of the weights of gates, reflections and states at the start, as in the codes
+of FoX, PaTH and TAPE."""
+
+
+def drawn(generator: torch.Generator, *shape: int) -> nn.Parameter:
+    """Return weights from N(0, START_STD^2), float32 on the CPU.
+
+    Not in an ``nn.Linear``, which fairseq's BERT models would initialize again.
+    """
+    return nn.Parameter(START_STD * torch.randn(shape, generator=generator, device="cpu"))
+
+
 def undecayed(start: Tensor, learned: bool = True, by_any_adam: bool = False) -> nn.Parameter:
     """Return a parameter without weight decay: an angle, a frequency or a generator of rotations.
 

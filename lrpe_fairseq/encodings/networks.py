@@ -1,20 +1,8 @@
-"""Linear maps and weights inside encodings, initialized from a generator."""
+"""Linear maps inside encodings, initialized from a generator."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-START_STD = 0.02
-"""Standard deviation of the weights of gates, reflections and states at the start, as in the codes
-of FoX, PaTH and TAPE."""
-
-
-def drawn(generator: torch.Generator, *shape: int) -> nn.Parameter:
-    """Return weights from N(0, START_STD^2), float32 on the CPU.
-
-    Not in an ``nn.Linear``, which fairseq's BERT models would initialize again.
-    """
-    return nn.Parameter(START_STD * torch.randn(shape, generator=generator, device="cpu"))
 
 
 class Linear(nn.Module):
