@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
         o.device, o.tokens, o.rounds, "roberta", o.encodings, o.dtype
     ),
     "tmlr-table6": lambda o: training.measure_table6(o.device, o.tokens, o.rounds, o.dtype),
+    "stacks": lambda o: training.measure_stacks(o.device, o.tokens, o.rounds, o.dtype),
     "profiles": lambda o: profiles.measure(o.device, o.tokens, o.dtype),
     "phases": lambda o: phases.measure(o.device),
 }

@@ -51,6 +51,16 @@ TABLE_6 = {
     "PER-LN": ("permuteformer", LAYERNORM),
 }
 """Rows of TMLR LRPE, Table 6, and those that it lacks: label -> (encoding, normalizer)."""
+MIXED = "linear,linear,linear,softmax"
+STACKS = {
+    "RoPE": ("rope", "softmax", DENOMINATOR),
+    "FoX": ("fox", "linear", DENOMINATOR),
+    "Type2": ("lrpe-type2", "linear", "content"),
+    "FoX and NoPE": ("fox,fox,fox,none", MIXED, DENOMINATOR),
+    "Type2 and RoPE": ("lrpe-type2,lrpe-type2,lrpe-type2,rope", MIXED, "content"),
+}
+"""Rows of the table hybrid-lm, the baseline first: label -> (encodings, attention, normalizer)."""
+STACK_LENGTHS = (512, 2048)
 
 
 def measure(
@@ -103,6 +113,30 @@ def measure_table6(
         timings = contest({"none": base, label: own}, rounds)
         chosen = {"row": label, "encoding": name, "normalizer": normalizer}
         rows.append({**chosen, **speeds(tokens, timings[label], timings["none"])})
+    return rows
+
+
+def measure_stacks(
+    device: str, tokens: int, rounds: int, dtype: torch.dtype = torch.float32
+) -> list[dict]:
+    """Rows of {row, length, encoding, attention, normalizer, seconds, spread, ...}.
+
+    Steps of ``lrpe_lm`` with four layers of 512, relative to softmax attention with RoPE, on
+    ``tokens`` tokens or one sequence.
+    """
+    rows = []
+    for length in STACK_LENGTHS:
+        counted = max(tokens, length)
+        shape = {"decoder_layers": 4, "length": length}
+        steps = {
+            label: step("lm", encoding, attention, device, counted, dtype, normalizer, **shape)
+            for label, (encoding, attention, normalizer) in STACKS.items()
+        }
+        timings = contest(steps, rounds)
+        for label, (encoding, attention, normalizer) in STACKS.items():
+            chosen = {"row": label, "length": length, "encoding": encoding}
+            chosen |= {"attention": attention, "normalizer": normalizer}
+            rows.append({**chosen, **speeds(counted, timings[label], timings["RoPE"])})
     return rows
 
 
