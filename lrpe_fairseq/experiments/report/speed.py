@@ -42,6 +42,7 @@ def pages(root: Path) -> dict[str, str]:
         parts=parts,
         steps=measured("steps", "cuda", root),
         forms=measured("attention", "cuda", root),
+        stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
     )
     return {PAGE: text, **{f"{RESULTS}/{part}.csv": csv_of(root, part) for part in parts}}
 
