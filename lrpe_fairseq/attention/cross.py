@@ -24,6 +24,7 @@ from lrpe_fairseq.attention.projected import (
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 
 class EncodedMemory(NamedTuple):
@@ -138,7 +139,7 @@ class CrossAttention(ProjectedAttention):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
-    @torch.compiler.disable  # as self-attention
+    @outside_graphs  # as self-attention
     def attend(
         self,
         x: Tensor,

@@ -22,6 +22,7 @@ from lrpe_fairseq.attention.transport import carried_sums, reflected, score_bloc
 from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
+from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
@@ -461,7 +462,7 @@ def _content_sums(
     return (q * keys).sum(-1)
 
 
-@torch.compiler.disable
+@outside_graphs
 def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:

@@ -32,6 +32,7 @@ from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
 from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings import EncodingOptions
 from lrpe_fairseq.encodings.base import Transport
+from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -231,7 +232,7 @@ class MultiheadAttention(ProjectedAttention):
         options["starts"] = starts
         return self._attend(x, key_padding_mask, state, keep_state, options)
 
-    @torch.compiler.disable  # compiled backward passes of linear attention fail
+    @outside_graphs  # compiled backward passes of linear attention fail
     def _attend(
         self,
         x: Tensor,
@@ -352,7 +353,7 @@ class MultiheadAttention(ProjectedAttention):
             return gates
         return gates.masked_fill(padding.unsqueeze(1), 0.0)
 
-    @torch.compiler.disable
+    @outside_graphs
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
         """Compute attention of x (B, T, C) over [memory, x], (B, T, C). Keys start M earlier."""
         if self.attention_type == "linear" or not self.causal:

@@ -19,6 +19,7 @@ from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.base import OnePass, Planes
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
+from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 ATTENTION_TYPES = ("linear", "softmax")
 KERNELS = "lrpe_fairseq.kernels.encode_triton"
@@ -293,7 +294,7 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-@torch.compiler.disable
+@outside_graphs
 def warn_about_compiler() -> None:
     """Warn once that attention is not compiled."""
     _warn_once(

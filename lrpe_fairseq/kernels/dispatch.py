@@ -6,10 +6,30 @@ torch.compile, torch.func, fake tensors and tracing.
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep ``function`` outside compiled graphs, as ``torch.compiler.disable`` does.
+
+    That decorator imports ``torch._dynamo``, which takes longer than all of this package; this one
+    does so only where something is compiled.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
