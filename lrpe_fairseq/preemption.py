@@ -1,4 +1,4 @@
-"""Save a checkpoint and exit on SIGTERM or SIGUSR1.
+"""Save a checkpoint and exit on SIGTERM or SIGUSR1; leave a finished training as it is.
 
 The training finishes the current update, writes ``checkpoint_last.pt`` and exits with status
 :data:`SAVED`. Clusters send SIGTERM when a job is preempted, and a configurable signal before its
@@ -8,6 +8,8 @@ including its best checkpoint.
 
 With several GPUs fairseq starts a process for each. A signal ends their parent, and torch would
 then interrupt them; they ask for SIGUSR1 instead, and save.
+
+Stock fairseq trains a checkpoint that has all its updates for one more, and writes it again.
 """
 
 import ctypes
@@ -46,15 +48,22 @@ def apply() -> None:
             script.validate_and_save = functools.partial(_save_if_signaled, saves)
 
 
-def _train_with_handlers(train: Any, *arguments: Any) -> Any:
-    """Run fairseq's ``train`` (one epoch) with signal handlers installed."""
+def _train_with_handlers(train: Any, cfg: Any, trainer: Any, *arguments: Any) -> Any:
+    """Run fairseq's ``train`` (one epoch) with signal handlers installed, if updates are left."""
+    updates, most = trainer.get_num_updates(), cfg.optimization.max_update
+    if 0 < most <= updates:
+        logger.info(
+            f"nothing to train: the checkpoint has {updates} of {most} updates; raise --max-update "
+            "(optimization.max_update), or choose another --save-dir (checkpoint.save_dir)"
+        )
+        return [None], True
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, _record)
         spawned = multiprocessing.parent_process() is not None
         if spawned and torch.distributed.is_initialized():
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))
-    return train(*arguments)
+    return train(cfg, trainer, *arguments)
 
 
 def _record(number: int, frame: FrameType | None) -> None:

@@ -67,6 +67,15 @@ def test_a_training_that_is_told_to_end_saves_and_resumes_as_if_nothing_had_been
         assert ours["extra_state"]["best"] == theirs["extra_state"]["best"]
 
 
+def test_a_finished_training_is_left_as_it_is(corpus, undisturbed):
+    paths = sorted(undisturbed.glob("*.pt"))
+    before = [path.read_bytes() for path in paths]
+    done = run_forked("fairseq_cli.train", words(training(corpus, undisturbed)))
+    assert f"the checkpoint has {UPDATES} of {UPDATES} updates" in done.stdout + done.stderr
+    assert sorted(undisturbed.glob("*.pt")) == paths
+    assert [path.read_bytes() for path in paths] == before
+
+
 SPAWNED = """
 import sys, torch
 torch.cuda.device_count = lambda: 2  # fairseq starts a process for each, here on the CPU
