@@ -8,6 +8,9 @@ hydra puts the schema of fairseq's configuration below the file that ``--config-
 above the bases in that file's ``defaults``, so that fairseq's defaults would replace what a base
 says. The bases and the file are therefore merged once more above the schema.
 
+fairseq registers a schema under the name that ``--config-name`` gives, so that hydra takes one
+without a file for a configuration. Such a name is refused.
+
 hydra imports this package in all of its programs, so it imports and changes nothing else.
 """
 
@@ -15,6 +18,7 @@ import copy
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf
 
 BASE = "base"
@@ -36,7 +40,11 @@ def _apply_to_open_sections(overrides: list[Any], cfg: DictConfig) -> None:
 
 
 def _compose_bases_above_the_schema(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
-    """Compose ``defaults``, and merge a base and the files that list it above the schema."""
+    """Compose ``defaults``, and merge a base and the files that list it above the schema.
+
+    Raises: SystemExit if the configuration of the command line is no file.
+    """
+    _require_file(next(default.config_path for default in defaults if default.primary), repo)
     paths = [default.config_path for default in defaults]
     paths = paths[paths.index(BASE) :] if BASE in paths else []
     files = [copy.deepcopy(repo.load_config(path).config) for path in paths]  # _compose edits them
@@ -44,6 +52,16 @@ def _compose_bases_above_the_schema(self: ConfigLoaderImpl, defaults: list[Any],
     for file in files:
         config.merge_with(file)
     return config
+
+
+def _require_file(name: str, repo: Any) -> None:
+    folders = [source for source in repo.get_sources() if source.scheme() != "structured"]
+    if any(source.is_config(name) for source in folders):
+        return
+    from lrpe_fairseq.errors import did_you_mean, refuse
+
+    known = [known for source in folders for known in source.list("", ObjectType.CONFIG)]
+    refuse(f"no configuration {name!r} in {folders[-1].path}{did_you_mean(name, known)}")
 
 
 ConfigLoaderImpl._compose_config_from_defaults_list = _compose_bases_above_the_schema

@@ -39,6 +39,9 @@ def test_a_bad_choice_ends_a_training_with_one_sentence_and_without_a_checkpoint
         "unknown model option 'postion_encoding'; did you mean 'position_encoding'?": lambda: (
             run_forked("fairseq_cli.hydra_train", read)
         ),
+        f"no configuration 'tiny_' in {tmp_path}": lambda: run_forked(
+            "fairseq_cli.hydra_train", ["--config-dir", str(tmp_path), "--config-name", "tiny_"]
+        ),
     }
     for expected, ended in zip(jobs, side_by_side(*jobs.values()), strict=True):
         assert ended.returncode == 2
