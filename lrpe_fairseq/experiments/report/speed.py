@@ -142,14 +142,16 @@ def step_lengths(root: Path) -> list[int]:
 def trained(root: Path, attention: str, encoding: str, length: int) -> str:
     """Return thousands of tokens per second on a GPU, and the speed relative to Base.
 
-    Older figures of T = 512 are shown as long as there are no others. A dash if the encoding does
-    not serve the attention.
+    Of older figures, of T = 512, only the second, as they were not timed side by side. A dash if
+    the encoding does not serve the attention.
     """
     where = {"attention": attention, "encoding": encoding}
     if value(root, "table9", "cpu", "seconds", **where) is None:
         return "–"
-    part, at = ("steps", {"length": length}) if measured("steps", "cuda", root) else ("table9", {})
-    found = [value(root, part, "cuda", key, **where, **at) for key in SPEEDS]
+    if not measured("steps", "cuda", root):
+        found = value(root, "table9", "cuda", "relative_speed", **where)
+        return MISSING if found is None else f"{found:.2f}"
+    found = [value(root, "steps", "cuda", key, **where, length=length) for key in SPEEDS]
     return MISSING if None in found else f"{found[0] / 1e3:,.0f}&nbsp;({found[1]:.2f})"
 
 
