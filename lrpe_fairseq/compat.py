@@ -664,11 +664,14 @@ def _filter_or_refuse(
     if len(ignored):
         said = _too_long(dataset, indices, ignored, max_positions)
         if not ignore_invalid_inputs:
-            cut = hasattr(getattr(self, "cfg", None), "truncate_source")
+            hint = ""
+            if isinstance(self, LanguageModelingTask):
+                hint = " (--tokens-per-sample N --max-target-positions N reads N tokens)"
+            elif hasattr(getattr(self, "cfg", None), "truncate_source"):
+                hint = " (--truncate-source cuts sources)"
             refuse(
-                f"{said} would be left out: shorten the samples"
-                + (" (--truncate-source cuts sources)" if cut else "")
-                + ", or pass --skip-invalid-size-inputs-valid-test to read the rest only"
+                f"{said} would be left out: shorten the samples{hint}"
+                ", or pass --skip-invalid-size-inputs-valid-test to read the rest only"
             )
         logger.warning("%s are left out", said)
     return original(self, indices, dataset, max_positions, ignore_invalid_inputs)
