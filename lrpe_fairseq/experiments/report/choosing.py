@@ -17,9 +17,11 @@ from lrpe_fairseq.experiments.report.frame import ColumnView, Results
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
 LENGTHS = (128, 256, 512, 1024, 2048)
+HIGHEST = 200.0
+"""The highest perplexity in the picture."""
 CURVES = {
-    "linear": ["NoPE", "RoPE", "RoPE-LN", "Type2-LN", "Type2, content", "Type4", "PER", "ALiBi",
-               "FoX, open", "Type2, gated, open"],
+    "linear": ["NoPE", "RoPE", "Type2", "RoPE-LN", "Type2-LN", "Type2, content", "Type4", "PER",
+               "ALiBi", "FoX, open", "Type2, gated, open"],
     "softmax": ["NoPE", "Sinusoidal", "RoPE", "Type2", "PER", "ALiBi", "T5, T/4", "KERPLE-log",
                 "FoX, open", "Type2, gated, open", "stick-breaking"],
 }  # fmt: skip
@@ -197,7 +199,7 @@ def draw_lengths(path: Path, results: Results) -> None:
         curves = {name: curve for name, curve in curves.items() if curve}
         y = "test perplexity, lower is better"
         panels.append(plots.Panel(f"{attention} attention", "context, tokens", curves, y))
-    plots.lines(path, panels, mark=LENGTHS[0])
+    plots.lines(path, panels, mark=LENGTHS[0], most=HIGHEST)
 
 
 def _curve(views: list[tuple[int, ColumnView]], row: str) -> list[plots.Point]:

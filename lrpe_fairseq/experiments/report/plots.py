@@ -123,10 +123,11 @@ def points(path: Path, panels: Sequence[Panel]) -> None:
     save(figure, path)
 
 
-def lines(path: Path, panels: Sequence[Panel], mark: float) -> None:
+def lines(path: Path, panels: Sequence[Panel], mark: float, most: float) -> None:
     """Draw a curve per method with a band over the seeds. rows: method -> its points.
 
-    mark: a vertical line at this place, labeled as the training length.
+    mark: a vertical line at this place, labeled as the training length. most: the highest value
+    that is shown; curves above it leave the picture.
     """
     figure, every = _axes(panels, 5.6 + 1.8 / len(panels), 4.4)
     handles: dict[str, Any] = {}
@@ -135,7 +136,9 @@ def lines(path: Path, panels: Sequence[Panel], mark: float) -> None:
             handles.setdefault(method, _line(axes, method, curve))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
-        _logarithmic(axes, "y", [mean for curve in panel.rows.values() for _, mean, *_ in curve])
+        means = [mean for curve in panel.rows.values() for _, mean, *_ in curve]
+        _logarithmic(axes, "y", [mean for mean in means if mean < most])
+        axes.set_ylim(min(means) / 1.03, min(1.05 * max(means), most))
         axes.axvline(mark, color="black", linewidth=0.8)
         axes.text(mark, axes.get_ylim()[1], " training length", fontsize=8, va="top")
     figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8)
