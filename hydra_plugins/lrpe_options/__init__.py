@@ -44,7 +44,7 @@ def _compose_bases_above_the_schema(self: ConfigLoaderImpl, defaults: list[Any],
 
     Raises: SystemExit if the configuration of the command line is no file.
     """
-    _require_file(next(default.config_path for default in defaults if default.primary), repo)
+    _require_file([default.config_path for default in defaults if default.primary], repo)
     paths = [default.config_path for default in defaults]
     paths = paths[paths.index(BASE) :] if BASE in paths else []
     files = [copy.deepcopy(repo.load_config(path).config) for path in paths]  # _compose edits them
@@ -54,14 +54,19 @@ def _compose_bases_above_the_schema(self: ConfigLoaderImpl, defaults: list[Any],
     return config
 
 
-def _require_file(name: str, repo: Any) -> None:
+def _require_file(primary: list[str], repo: Any) -> None:
+    """Refuse a name without a file in fairseq's program; others may have schemas only."""
     folders = [source for source in repo.get_sources() if source.scheme() != "structured"]
-    if any(source.is_config(name) for source in folders):
+    if not any(source.path.replace(".", "/").endswith("fairseq/config") for source in folders):
+        return
+    if not primary or any(source.is_config(primary[0]) for source in folders):
         return
     from lrpe_fairseq.errors import did_you_mean, refuse
 
-    known = [known for source in folders for known in source.list("", ObjectType.CONFIG)]
-    refuse(f"no configuration {name!r} in {folders[-1].path}{did_you_mean(name, known)}")
+    known = [name for source in folders for name in source.list("", ObjectType.CONFIG)]
+    refuse(
+        f"no configuration {primary[0]!r} in {folders[-1].path}{did_you_mean(primary[0], known)}"
+    )
 
 
 ConfigLoaderImpl._compose_config_from_defaults_list = _compose_bases_above_the_schema

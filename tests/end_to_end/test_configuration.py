@@ -7,7 +7,8 @@ import pytest
 import torch
 from fairseq.dataclass.initialize import hydra_init
 from fairseq.models import MODEL_DATACLASS_REGISTRY, merge_with_parent
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
@@ -129,6 +130,13 @@ def test_a_word_that_names_no_option_or_value_is_refused_in_one_sentence(word, s
         read_by_hydra(tmp_path, {"_name": "lrpe_lm"}, word)
     assert str(refused.value).startswith(f"lrpe_fairseq: {sentence}")
     assert "\n" not in str(refused.value)
+
+
+def test_other_programs_may_have_a_schema_without_a_file():
+    ConfigStore.instance().store("schema_only", {"a": 1})
+    with initialize(config_path=None, version_base=None):
+        assert compose("schema_only").a == 1
+        assert compose() == {}
 
 
 def test_hydra_treats_the_models_of_fairseq_as_before(tmp_path):
