@@ -218,6 +218,7 @@ def build_lm(
     shape |= {"tokens_per_sample": length, "max_target_positions": length}
     shape |= {"add_bos_token": False, "tpu": False}
     if name == STOCK:
+        shape["decoder_normalize_before"] = True  # as ours
         config = TransformerLanguageModelConfig(**shape)
         return TransformerLanguageModel.build_model(config, _task())
     chosen = _chosen(attention_type, normalizer, encoding)

@@ -25,6 +25,7 @@ from lrpe_fairseq.attention.projected import (
     NOT_EXPORTED,
     ProjectedAttention,
     feature_map,
+    feature_maps,
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
@@ -269,7 +270,7 @@ class MultiheadAttention(ProjectedAttention):
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
         options |= {"starts": tokens.starts, "transport": tokens.transport}
         if self.normalizer == "content":
-            options["content"] = feature_map(q), feature_map(k)
+            options["content"] = feature_maps(q, k)
         q, k = self._features(q, k, tokens.at, tokens.at)
         in_slots = tokens.slots is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
@@ -286,7 +287,7 @@ class MultiheadAttention(ProjectedAttention):
         """
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
-        content = [feature_map(q), feature_map(k)] if self.normalizer == "content" else None
+        content = [*feature_maps(q, k)] if self.normalizer == "content" else None
         q, k = self._features(q, k, tokens.at, tokens.at)
         queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
         k = k if content is None else torch.cat([k, content[1]], -1)

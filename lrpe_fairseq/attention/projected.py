@@ -17,6 +17,7 @@ from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.base import OnePass, Planes
+from lrpe_fairseq.encodings.networks import as_stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs
@@ -159,7 +160,7 @@ class ProjectedAttention(nn.Module):
         They are shifted and normalized where parts say so. tokens: of x, for a shift.
         """
         memory, q = x if memory is None else memory, self._queries(x)
-        k, v = self.k_proj(memory), self.v_proj(memory)
+        k, v = as_stored(self.k_proj, memory), as_stored(self.v_proj, memory)
         if self.kv_shift is not None:
             kv = torch.cat([k, v], -1)
             k, v = self.kv_shift.shifted(x, kv, tokens or tokens_of(x)).chunk(2, -1)
@@ -168,7 +169,7 @@ class ProjectedAttention(nn.Module):
 
     def _queries(self, x: Tensor) -> Tensor:
         """Return q (B, H, T, D) of x (B, T, C), normalized if a part says so."""
-        q = self._heads(self.q_proj(x))
+        q = self._heads(as_stored(self.q_proj, x))
         return q if self.q_norm is None else self.q_norm(q)
 
     def _folds(self, x: Tensor) -> bool:
@@ -190,7 +191,8 @@ class ProjectedAttention(nn.Module):
         bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
         bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
         planes = zip(*map(p, (weight, bias)), strict=True)
-        return tuple(self._heads(F.linear(x, w.mT.flatten(0, 1), b.flatten())) for w, b in planes)
+        maps = ((w.mT.flatten(0, 1), b.flatten()) for w, b in planes)
+        return tuple(self._heads(as_stored(lambda x, m=m: F.linear(x, *m), x)) for m in maps)
 
     def _encoded(
         self, x: Tensor, queries: Tokens, memory: Tensor | None = None, keys: Tokens | None = None
@@ -213,7 +215,7 @@ class ProjectedAttention(nn.Module):
             return *self.encoding.in_parts(q, k, *at), v
         pairs = (self.q_proj, x), (self.k_proj, source)
         q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
-        return q, k, self._heads(self.v_proj(source))
+        return q, k, self._heads(as_stored(self.v_proj, source))
 
     def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
         """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
@@ -239,8 +241,8 @@ class ProjectedAttention(nn.Module):
             return kernels(q, k)
         if self.encoding.before_feature_map:
             q, k = self.encoding(q, k, at_q, at_k)
-            return feature_map(q), feature_map(k)
-        q, k = feature_map(q), feature_map(k)
+            return feature_maps(q, k)
+        q, k = feature_maps(q, k)
         return self.encoding.in_parts(q, k, at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
@@ -271,22 +273,28 @@ class ProjectedAttention(nn.Module):
         out = out if self.out_norm is None else self.out_norm(out)
         out = self._normalized(out.transpose(1, 2).flatten(2))
         out = out if self.out_gate is None else out * self.out_gate(x)
-        return self.out_proj(out.to(x.dtype))
+        return as_stored(self.out_proj, out.to(x.dtype))
 
     def _normalized(self, out: Tensor) -> Tensor:
         """Apply the optional LayerNorm over all heads (TMLR) in the precision of the sums."""
         if self.norm is None:
             return out
         weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
-        return F.layer_norm(out, self.norm.normalized_shape, weight, bias, self.norm.eps)
+        shape, eps = self.norm.normalized_shape, self.norm.eps
+        return as_stored(lambda x: F.layer_norm(x, shape, weight, bias, eps), out)
 
 
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
+    return feature_maps(x)[0]
+
+
+def feature_maps(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Compute phi of one or two tensors (B, H, ., D), in one launch of a kernel if it can."""
     kernels = loader.triton_kernels(KERNELS)
-    if kernels is None or not kernels.serves(x, x, encode.Form()):
-        return encode.feature_map(x)
-    return kernels.feature_map(x)
+    if kernels is None or not kernels.serves(rows[0], rows[-1], encode.Form()):
+        return tuple(map(encode.feature_map, rows))
+    return kernels.feature_maps(*rows)
 
 
 @cache

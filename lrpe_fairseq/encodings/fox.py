@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import Card, Encoding, Properties, QueryKeyEncoding, drawn
+from lrpe_fairseq.encodings.networks import as_stored
 from lrpe_fairseq.encodings.none import Unchanged
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 
@@ -35,7 +36,8 @@ class ForgetGate(nn.Module):
         """Return log f, (B, H, T) float32 or wider, of x (B, T, C). Never log(sigmoid)."""
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
+            logits = as_stored(lambda x: F.linear(x, weight, bias), x.to(wide))
             return F.logsigmoid(logits).transpose(1, 2)
 
 

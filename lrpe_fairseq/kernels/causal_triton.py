@@ -25,7 +25,7 @@ from torch import Tensor
 from lrpe_fairseq.kernels import causal, full_triton, sweep_triton
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.tiles_triton import fits_registers
+from lrpe_fairseq.kernels.tiles_triton import cdiv, fits_registers, power_of_two
 
 CHUNK = 64
 WIDEST_BLOCK = {True: 32, False: 64}
@@ -98,11 +98,11 @@ class _Shape(NamedTuple):
 
     @property
     def key_blocks(self) -> int:
-        return triton.cdiv(self.keys, self.key_block)
+        return cdiv(self.keys, self.key_block)
 
     @property
     def value_blocks(self) -> int:
-        return triton.cdiv(self.values, self.value_block)
+        return cdiv(self.values, self.value_block)
 
     def programs(self, blocks: int) -> tuple[int]:
         """Return the grid of kernels that compute ``blocks`` of every chunk; see ``_place``."""
@@ -192,13 +192,9 @@ def _shape_of(q: Tensor, v: Tensor, log_decay: Tensor | None, full: bool) -> _Sh
     widest = WIDEST_BLOCK[v.dtype == torch.float32]
     if v.dtype == torch.float32 and log_decay is not None and log_decay.dim() == 3:
         widest = MINIMUM
-    blocks = (min(widest, _power_of_two(width)) for width in (keys, v.shape[-1]))
-    chunks = max(1, triton.cdiv(time, CHUNK))
+    blocks = (min(widest, power_of_two(width)) for width in (keys, v.shape[-1]))
+    chunks = max(1, cdiv(time, CHUNK))
     return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks, full)
-
-
-def _power_of_two(width: int) -> int:
-    return max(MINIMUM, triton.next_power_of_2(width))
 
 
 def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
@@ -243,8 +239,8 @@ def _totals(
     """Compute float32 sums over all rows: of a^T b, (L, 1, D, E), and of a times ``weights`` (ones
     if None), (L, 1, D). A long sequence is divided into parts, whose sums are added."""
     blocks = shape.key_blocks * shape.value_blocks
-    each = triton.cdiv(shape.chunks, max(1, PROGRAMS // (shape.sequences * blocks)))
-    parts = triton.cdiv(shape.chunks, each)
+    each = cdiv(shape.chunks, max(1, PROGRAMS // (shape.sequences * blocks)))
+    parts = cdiv(shape.chunks, each)
     states, keys = _empty(parts, shape, a.device)
     constants = _constants(shape, a, None)
     del constants["DECAYS"]

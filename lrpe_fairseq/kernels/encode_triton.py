@@ -25,6 +25,7 @@ from lrpe_fairseq.kernels import encode as defined
 from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import Angles, Form
 from lrpe_fairseq.kernels.loader import launch, on_device
+from lrpe_fairseq.kernels.tiles_triton import cdiv, result_like
 
 ELEMENTS = 2048  # maximum number of features of one head in the registers of a program
 SMALLEST = tl.constexpr(defined.EPS)
@@ -63,10 +64,11 @@ def encode(
     return _Encoded.apply(q, k, v, theta, column, *at, grid, form)
 
 
-def feature_map(x: Tensor) -> Tensor:
-    """Compute phi(x), (B, H, T, D), in the dtype of x: :func:`encode` without P and Lambda."""
-    nowhere = torch.empty(0, dtype=torch.int64, device=x.device)
-    return _Encoded.apply(x, x[:, :, :0], None, None, None, nowhere, nowhere, 0, Form())[0]
+def feature_maps(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute phi of q (B, H, T, D) and k (B, H, S, D): :func:`encode` without P and Lambda."""
+    k = q[:, :, :0] if k is None else k
+    nowhere = torch.empty(0, dtype=torch.int64, device=q.device)
+    return _Encoded.apply(q, k, None, None, None, nowhere, nowhere, 0, Form())
 
 
 class _Encoded(torch.autograd.Function):
@@ -75,7 +77,7 @@ class _Encoded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, theta, column, at_q, at_k, grid, form):
         twice = 2 if form.wide else 1
-        out = [x.new_empty(*x.shape[:3], x.shape[3] * twice) for x in (q, k)]
+        out = [result_like(x, x.shape[3] * twice) for x in (q, k)]
         ctx.shapes, ctx.grid, ctx.form = (q.shape, k.shape), grid, form
         given = v, theta, column, at_q, at_k
         _launch(_encode, ctx, (q, k), given, out)
@@ -89,7 +91,7 @@ class _Encoded(torch.autograd.Function):
             return *_gradients_as_graph(ctx, (grad_q, grad_k)), None, None
         q, k, v, theta, column, *at = ctx.saved_tensors
         grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
-        found = [_time_major(g, *shape) for g, shape in zip(grads, ctx.shapes, strict=True)]
+        found = [result_like(g, shape[3]) for g, shape in zip(grads, ctx.shapes, strict=True)]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
         learned = (theta if turns else None, column if turns else None, v if of_v else None)
         sizes = [0 if x is None else x.numel() for x in learned]
@@ -122,11 +124,6 @@ def _gradients_as_graph(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
     return gradients_of(definition, (q, k, *others), ctx.needs_input_grad[:7], grads)
 
 
-def _time_major(like: Tensor, batch: int, heads: int, time: int, width: int) -> Tensor:
-    """Return an empty (B, H, T, D) in memory (B, T, H, D), as projections leave q and k."""
-    return like.new_empty(batch, time, heads, width).transpose(1, 2)
-
-
 def _rows(ctx) -> int:
     """Return the number of positions per program, a power of two."""
     features = ctx.shapes[0][3] * (2 if ctx.form.wide else 1)
@@ -135,7 +132,7 @@ def _rows(ctx) -> int:
 
 def _programs(ctx) -> int:
     """Return the number of programs for q and k."""
-    return sum(batch * triton.cdiv(time, _rows(ctx)) for batch, _, time, _ in ctx.shapes)
+    return sum(batch * cdiv(time, _rows(ctx)) for batch, _, time, _ in ctx.shapes)
 
 
 def _places(at: Tensor) -> Tensor:
@@ -150,6 +147,7 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     """Launch a kernel.
 
     rows: tensors (B, H, T, .) whose strides it needs. given: v, theta, column, at_q and at_k.
+    results: the first two have the layout of ``result_like``.
     """
     (batch, heads, queries, width), (*_, keys, _) = ctx.shapes
     (v, theta, column, *at), permutes = given, ctx.form.permutes
@@ -161,12 +159,14 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     if theta is not None and not permutes:
         pairs = theta.shape[-1]
     unit = math.gcd(16, *strides)
+    lengths = [x.stride(n) // x.shape[3] for x in results[:2] for n in (0, 2)]
     launch(
         kernel,
         (_programs(ctx),),
         *(rows[0] if x is None else x for x in (*rows, *places, v, theta, column, *results)),
         *(batch, heads, queries, keys, ctx.grid, *steps),
         *(n // unit for n in strides),
+        *lengths,
         D=width,
         E=pairs,
         BT=_rows(ctx),
@@ -186,8 +186,9 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
 
 NUMBERS = ["B", "H", "T", "S", "grid", "qb", "qh", "qt", "kb", "kh", "kt"]
 NUMBERS += ["gb", "gh", "gt", "fb", "fh", "ft", "ab", "ah", "at", "cb", "ch", "ct"]
-"""Arguments whose values are not compiled in: sizes, and strides of q, k, their gradients and their
-positions or phases."""
+NUMBERS += ["ob", "ot", "pb", "pt"]
+"""Arguments whose values are not compiled in: sizes, and strides of q, k, their gradients, their
+positions or phases, and the results, which are in heads."""
 
 # --- phases ------------------------------------------------------------------------------------
 
@@ -482,7 +483,7 @@ def _rows_of(
 @triton.jit(do_not_specialize=NUMBERS)
 def _encode(
     q, k, q_at, k_at, v, theta, column, q_out, k_out,
-    B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt,
+    B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, ob, ot, pb, pt,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
     GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
@@ -490,10 +491,10 @@ def _encode(
     """Compute the features of all heads at the positions of this program."""
     W: tl.constexpr = D if WIDE else D // 2
     width: tl.constexpr = 2 * D if WIDE else D
-    is_q, time, b, rows, here = _place(T, S, B, BT)
+    is_q, _, b, rows, here = _place(T, S, B, BT)
     known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
     x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
-    to = _rows_of(is_q, q_out, k_out, b, rows, H * T, 1, H * S, 1, D, width)
+    to = _rows_of(is_q, q_out, k_out, b, rows, ob, ot, pb, pt, D, width)
     place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
     u, norm = _unit(v, D, REFLECTS)
     row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)
@@ -517,13 +518,14 @@ def _encode(
                 z = _together(a * cos - c * sin, a * sin + c * cos, BT, D, False)
             tl.store(to, z.to(q_out.dtype.element_ty), mask=known)
         x += tl.where(is_q, qh, kh) * UNIT
-        to += time * width
+        to += width
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _encode_gradient(
     q, k, q_grad, k_grad, q_at, k_at, v, theta, column, of_q, of_k, sums, of_q_at, of_k_at,
     B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, gb, gh, gt, fb, fh, ft,
+    ob, ot, pb, pt,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
     GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
@@ -535,7 +537,7 @@ def _encode_gradient(
     known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
     x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
     given = _rows_of(is_q, q_grad, k_grad, b, rows, gb, gt, fb, ft, D, UNIT)
-    to = _rows_of(is_q, of_q, of_k, b, rows, H * T, H, H * S, H, D, D)
+    to = _rows_of(is_q, of_q, of_k, b, rows, ob, ot, pb, pt, D, D)
     place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
     u, norm = _unit(v, D, REFLECTS)
     row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)

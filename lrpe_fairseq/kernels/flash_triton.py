@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.kernels import flash, flash_kernels
 from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.tiles_triton import power_of_two
+from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like
 
 WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128  # True: in float32
 MARGIN = 128  # tokens; no tile is longer
@@ -206,12 +206,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 def _rounded(count: int) -> int:
     """Return the number of tokens of the tiles of ``count`` tokens, at most."""
-    return triton.cdiv(count, MARGIN) * MARGIN
-
-
-def heads_inside(like: Tensor, tokens: int, width: int) -> Tensor:
-    """Return memory for (B, H, tokens, width) that lies as (B, tokens, H, width)."""
-    return like.new_empty(like.shape[0], tokens, like.shape[1], width).transpose(1, 2)
+    return cdiv(count, MARGIN) * MARGIN
 
 
 def _two_floats(sums: Tensor) -> Tensor:
@@ -283,7 +278,7 @@ class MaskedCall:
         given = (*pointers, *self.terms, *masks, options.seed)
         launch(
             getattr(self.kernels, f"{name}_kernel"),
-            (triton.cdiv(tokens, size) * (batch or self.batch) * self.heads,),
+            (cdiv(tokens, size) * (batch or self.batch) * self.heads,),
             *(self.given[0] if x is None else x for x in given),
             *(n // unit for n in strides),
             *(self.queries, self.keys, self.heads, *self.term_numbers, self.offset),
@@ -306,7 +301,7 @@ class MaskedCall:
         sides = [(self.queries, tile.queries, segments[0], None)]
         sides.append((self.keys, tile.keys, segments[1], padding))
         own, other = reversed(sides) if of_keys else sides
-        count = triton.cdiv(own[0], own[1])
+        count = cdiv(own[0], own[1])
         like = self.given[0]
         bounds = torch.empty(self.batch, count, 2, dtype=torch.int32, device=like.device)
         self.bounds[key] = bounds
@@ -356,7 +351,7 @@ class _Call(MaskedCall):
     def output(self) -> tuple[Tensor, Tensor]:
         """Return o (B, H, T, E) and lse (L, T)."""
         q, k, v = self.given
-        out = heads_inside(q, self.queries, self.values)
+        out = result_like(q, self.values)
         lse = q.new_empty(self.batch * self.heads, self.queries, dtype=torch.float32)
         self.launch("output", (q, k, v, out, lse), self.given)
         return out, lse
@@ -370,8 +365,8 @@ class _Call(MaskedCall):
         delta = torch.empty_like(lse)
         gated = self.gates[0] is not None
         own = torch.zeros_like(lse) if gated else None  # remain 0 in causal attention
-        dq, dk = (heads_inside(x, x.shape[2], self.width) for x in (q, k))
-        dv = heads_inside(v, self.keys, self.values)
+        dq, dk = (result_like(x, self.width) for x in (q, k))
+        dv = result_like(v, self.values)
         strided = (*self.given, grad)
         of_tokens = [None if x is None else torch.zeros_like(x) for x in self.own]
         pointers = (q, k, v, out, grad, lse, delta, dq, own, of_tokens[0])
@@ -394,8 +389,8 @@ class _Call(MaskedCall):
         The lags are without the offset. Each has a sum for every tile of keys.
         """
         rows, size, *_ = self.tile("key_gradient")
-        tiles, window = triton.cdiv(self.keys, size), self.options.window
-        least, most = -rows - (tiles - 1) * size, triton.cdiv(self.queries, rows) * rows
+        tiles, window = cdiv(self.keys, size), self.options.window
+        least, most = -rows - (tiles - 1) * size, cdiv(self.queries, rows) * rows
         if self.options.causal:
             least = max(least, -self.offset - 2 * rows)
         if window is not None:
@@ -415,7 +410,7 @@ class _Call(MaskedCall):
         shift = self.options.first_lag - self.offset - least
         launch(
             flash_kernels.lag_sums_kernel,
-            (self.heads * triton.cdiv(lags, 64),),
+            (self.heads * cdiv(lags, 64),),
             *(part, out, self.batch, self.heads, tiles, count, lags, shift),
             ROWS=64,
             SIZE=64,

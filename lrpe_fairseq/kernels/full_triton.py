@@ -21,6 +21,7 @@ from lrpe_fairseq.kernels.dispatch import gradients_of
 from lrpe_fairseq.kernels.loader import launch
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
+    cdiv,
     head,
     incoming,
     load,
@@ -59,7 +60,7 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, eps):
-        out = result_like(v, q, v.dtype if wanted == "normalized" else torch.float32)
+        out = result_like(q, v.shape[3], v.dtype if wanted == "normalized" else torch.float32)
         denominator = q.new_empty(q.shape[:3], dtype=torch.float32)
         state = _per_part(k, v)
         _launch(_total_kernel, k, v, *with_strides(k, v), state)
@@ -114,9 +115,9 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> l
 
 def _parts(x: Tensor) -> tuple[int, int]:
     """Return the number of tiles of x (B, H, T, .) in a part, and that of parts."""
-    tiles = triton.cdiv(x.shape[2], TILE)
-    each = triton.cdiv(tiles, max(1, PROGRAMS // (x.shape[0] * x.shape[1])))
-    return each, triton.cdiv(tiles, each)
+    tiles = cdiv(x.shape[2], TILE)
+    each = cdiv(tiles, max(1, PROGRAMS // (x.shape[0] * x.shape[1])))
+    return each, cdiv(tiles, each)
 
 
 def _per_part(x: Tensor, v: Tensor) -> Tensor:

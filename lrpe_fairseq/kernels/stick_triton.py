@@ -11,12 +11,12 @@ M tiles of BM queries, N tiles of BN keys.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from lrpe_fairseq.kernels import flash, flash_triton, stick_kernels
-from lrpe_fairseq.kernels.flash_triton import MaskedCall, Options, Tile, heads_inside, rows_of
+from lrpe_fairseq.kernels.flash_triton import MaskedCall, Options, Tile, rows_of
 from lrpe_fairseq.kernels.flash_triton import serves as serves
+from lrpe_fairseq.kernels.tiles_triton import cdiv, result_like
 
 MEMORY = 2**28
 """Bytes for the carries of a backward pass, which takes the batch in parts. A sequence has
@@ -103,20 +103,20 @@ class _Call(MaskedCall):
     def output(self) -> Tensor:
         """Return o (B, H, T, E)."""
         q, k, v = self.given
-        out = heads_inside(q, self.queries, self.values)
+        out = result_like(q, self.values)
         self.launch("output", (q, k, v, out), self.given)
         return out
 
     def gradients(self, grad: Tensor) -> list[Tensor]:
         """Return the gradients of q, k and v."""
         q, k, v = self.given
-        dq, dk = (heads_inside(x, x.shape[2], self.width) for x in (q, k))
-        dv = heads_inside(v, self.keys, self.values)
+        dq, dk = (result_like(x, self.width) for x in (q, k))
+        dv = result_like(v, self.values)
         rows, columns, *_ = tile_of(self)
-        shape = (self.heads, triton.cdiv(self.keys, columns), self.queries)
+        shape = (self.heads, cdiv(self.keys, columns), self.queries)
         part = max(1, min(self.batch, MEMORY // (8 * shape[0] * shape[1] * shape[2])))
         rest, past = q.new_empty(2, part, *shape, dtype=torch.float32)
-        tiles = triton.cdiv(self.queries, rows)
+        tiles = cdiv(self.queries, rows)
         reach = q.new_empty(part, self.heads, tiles, 2, dtype=torch.int32)
         strided, carries = (q, k, v, grad), (rest, past, reach)
         for start in range(0, self.batch, part):

@@ -29,6 +29,7 @@ from lrpe_fairseq.kernels.loader import launch
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
     capability,
+    cdiv,
     head,
     incoming,
     load,
@@ -105,13 +106,13 @@ class _Call:
     @cached_property
     def span(self) -> int:
         """The number of tokens in a part."""
-        tiles = triton.cdiv(self.q.shape[2], TILE)
-        span = TILE * triton.cdiv(tiles, max(1, PROGRAMS // self.sequences))
+        tiles = cdiv(self.q.shape[2], TILE)
+        span = TILE * cdiv(tiles, max(1, PROGRAMS // self.sequences))
         return min(span, GATED) if self.with_gates else span
 
     @cached_property
     def parts(self) -> int:
-        return triton.cdiv(self.q.shape[2], self.span)
+        return cdiv(self.q.shape[2], self.span)
 
     @cached_property
     def masks(self) -> list[Tensor | int]:
@@ -171,7 +172,7 @@ class _Call:
     def scan(self, sums: Tensor, whole: Tensor, reverse: bool) -> None:
         """Replace the sums of every part by those before it, or after it."""
         size = sums.shape[-1]
-        grid = self.sequences, triton.cdiv(size, 256)
+        grid = self.sequences, cdiv(size, 256)
         constants = {"SIZE": size, "REVERSE": reverse, "BLOCK": 256, "num_warps": 2}
         launch(_scan_kernel, grid, sums, whole, self.parts, **constants)
 
@@ -183,7 +184,7 @@ class _Sweep(torch.autograd.Function):
     def forward(ctx, q, k, v, log_decay, segments, wanted, eps):
         gates = None if log_decay is None else log_decay.detach().float()
         call = _Call(q, v, gates, segments, wanted, eps, ctx.needs_input_grad[3])
-        out = result_like(v, q, v.dtype if wanted == "normalized" else torch.float32)
+        out = result_like(q, v.shape[3], v.dtype if wanted == "normalized" else torch.float32)
         denominator = call.vector(q.shape[2])
         states = whole = q  # not read
         if call.parts > 1:

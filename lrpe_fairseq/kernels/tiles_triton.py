@@ -56,15 +56,26 @@ def narrow(quotient: Tensor, dtype: torch.dtype) -> Tensor:
     return (quotient.clamp(-LIMIT, LIMIT) if dtype == torch.float16 else quotient).to(dtype)
 
 
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up. On the host triton.cdiv takes longer than a small kernel."""
+    return -(-a // b)
+
+
 def power_of_two(width: int) -> int:
     """Return the side of a block, at least that of a tl.dot."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
-def result_like(v: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory (B, H, T, E) that lies as (B, T, H, E), in which heads are joined later."""
-    batch, heads, time, _ = q.shape
-    return torch.empty(batch, time, heads, v.shape[3], dtype=dtype, device=v.device).transpose(1, 2)
+def result_like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory (B, H, T, width) for a result, in which the heads of a token lie together.
+
+    Batch and time lie as in x (B, H, T, .): as (B, T, H, width), or as (T, B, H, width).
+    """
+    batch, heads, time, _ = x.shape
+    options = {"dtype": x.dtype if dtype is None else dtype, "device": x.device}
+    if x.stride(2) > x.stride(0):
+        return torch.empty(time, batch, heads, width, **options).permute(1, 2, 0, 3)
+    return torch.empty(batch, time, heads, width, **options).transpose(1, 2)
 
 
 # --- called by kernels ---------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
-from lrpe_fairseq.models.layers import Encoder, EncoderLayer
+from lrpe_fairseq.models.layers import Encoder, EncoderLayer, stored
 from lrpe_fairseq.models.norms import SharedBatchNorm
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -144,7 +144,7 @@ class ClassifierLayer(EncoderLayer):
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: None = None
     ) -> Tensor:
         """Called by fairseq: x (T, B, C), mask (B, T), true at padding -> (T, B, C)."""
-        real = None if encoder_padding_mask is None else ~encoder_padding_mask.T
+        x, real = stored(x), None if encoder_padding_mask is None else ~encoder_padding_mask.T
         y = normalized(self.self_attn_layer_norm, x, real)
         x = x + self._branch(self.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0])
         y = self.activation_fn(self.fc1(normalized(self.final_layer_norm, x, real)))

@@ -39,6 +39,10 @@ class EncoderLayer(TransformerEncoderLayerBase):
         """Called by fairseq's constructor."""
         return carrying_states(self, super().build_fc2(*sizes))
 
+    def forward(self, x: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+        """Compute the layer as fairseq does, on a contiguous x (T, B, C); see :func:`stored`."""
+        return super().forward(stored(x), *rest, **keywords)
+
 
 class DecoderLayer(TransformerDecoderLayerBase):
     """fairseq's decoder layer with our causal self-attention.
@@ -69,11 +73,13 @@ class DecoderLayer(TransformerDecoderLayerBase):
         return build_cross_attention(options, cfg, self._layer)
 
     def forward(
-        self, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
+        self, x: Tensor, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
     ) -> tuple:
         """Compute the layer as fairseq does; cross-attention needs the padding of its queries."""
-        self.self_attn.given.query_padding = self_attn_padding_mask
-        return super().forward(*rest, self_attn_padding_mask=self_attn_padding_mask, **keywords)
+        self.self_attn.given.query_padding = keywords["self_attn_padding_mask"] = (
+            self_attn_padding_mask
+        )
+        return super().forward(stored(x), *rest, **keywords)
 
 
 class Encoder(TransformerEncoderBase):
@@ -169,6 +175,14 @@ class Decoder(TransformerDecoderBase):
         return None
 
 
+def stored(x: Tensor) -> Tensor:
+    """Return x (T, B, C), copied by the first layer, as embeddings lie in memory as (B, T, C).
+
+    Otherwise every norm and every linear map of the stack would copy its input.
+    """
+    return x.contiguous()
+
+
 def carrying_states(layer: nn.Module, fc2: nn.Module) -> nn.Module:
     """Let the layer's attention update the states of its encoding after ``fc2``, if it has some."""
     attention = layer.self_attn
@@ -194,7 +208,7 @@ def begin_stack(stack: nn.Module, cfg: Any, width: int) -> None:
                 f"{updating[0].encoding.name!r} hand states on: leave it out"
             )
         updating[-1].update = None
-    stack.given = Given(one_sided=True)
+    stack.given, stack.codes = Given(one_sided=True), _codes(stack)
     for module in stack.modules():
         if hasattr(module, "given"):
             module.given = stack.given
@@ -210,7 +224,7 @@ def begin_pass(
     stack.given.positions, stack.given.memory_positions = positions, memory_positions
     stack.given.states = None
     if stack.training:
-        for code in _codes(stack):
+        for code in stack.codes:
             code.drawn = None
 
 
