@@ -525,8 +525,7 @@ def _encode(
 def _encode_gradient(
     q, k, q_grad, k_grad, q_at, k_at, v, theta, column, of_q, of_k, sums, of_q_at, of_k_at,
     B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, gb, gh, gt, fb, fh, ft,
-    ob, ot, pb, pt,
-    D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
+    ob, ot, pb, pt, D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
     GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
     READS_X: tl.constexpr, ANGLES_LEARN: tl.constexpr, UNIT_LEARNS: tl.constexpr,

@@ -33,6 +33,7 @@ from lrpe_fairseq.kernels.flash_tiles import (
 )
 
 STRIDES = ["qb", "qh", "qt", "kb", "kh", "kt", "vb", "vh", "vt", "gb", "gh", "gt"]
+STRIDES += ["ob", "oh", "ot", "pb", "ph", "pt"]
 NUMBERS = ["T", "S", "H", "R", "first_lag", "C", "C0", "offset", "window", "threshold"]
 NUMBERS += ["count", "least", *STRIDES]
 """Arguments whose values are not compiled in."""
@@ -43,7 +44,7 @@ def output_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
     q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot,
     T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
@@ -79,7 +80,7 @@ def output_kernel(
             out = out * shrink[:, None] + dot(p.to(v.dtype), v)
     seen = total > 0
     out = tl.where(seen[:, None], out * (inverse / tl.where(seen, total, 1.0))[:, None], 0.0)
-    store_rows(o_ptr, out, b, h, m * BM, T, H, E, BM, EP)
+    store_rows(o_ptr + (b * ob + h * oh) * UNIT, out, m * BM, ot * UNIT, T, E, BM, EP)
     lse = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
     store_vector(lse_ptr, lse, sequence, m, T, BM)
 
@@ -89,7 +90,7 @@ def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dgate_ptr, dquery_ptr,
     table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
     q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt,
     T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
@@ -102,7 +103,8 @@ def query_gradient_kernel(
     m, b, h, sequence = place(T, BM, H)
     q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
     grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
-    delta = delta_of(o_ptr, delta_ptr, grad, b, h, m, T, H, E, BM, EP)
+    o = load_rows(o_ptr + (b * ob + h * oh) * UNIT, m * BM, ot * UNIT, T, E, BM, EP)
+    delta = delta_of(o, grad, delta_ptr, sequence, m, T, BM)
     lse = load_vector(lse_ptr, sequence, m, T, float("inf"), BM)
     dq, dgate = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     low, high = dgate, dgate
@@ -128,7 +130,7 @@ def query_gradient_kernel(
                 GATED, BY_QUERY, CLIPPED, EXACT,
             )  # fmt: skip
             dq += dot(ds.to(k.dtype), k)
-    store_rows(dq_ptr, dq * scale, b, h, m * BM, T, H, D, BM, DP)
+    store_rows(dq_ptr + (b * pb + h * ph) * UNIT, dq * scale, m * BM, pt * UNIT, T, D, BM, DP)
     if GATED and not CAUSAL:
         store_vector(dgate_ptr, dgate, sequence, m, T, BM)
     store_own_ends(dquery_ptr, low, high, m * BM, T, sequence, C, BM, BY_QUERY, CLIPPED)
@@ -139,13 +141,13 @@ def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dgate_ptr, dtable_ptr,
     dfactor_ptr, dkey_ptr, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb, kh, kt, vb, vh,
-    vt, gb, gh, gt, T, S, H, R, first_lag, C, C0, offset, window, threshold, count, least, scale,
-    inverse, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr,
-    BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr,
-    SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr, TABLE_LEARNS: tl.constexpr,
-    FACTOR_LEARNS: tl.constexpr,
+    vt, gb, gh, gt, ob, oh, ot, pb, ph, pt, T, S, H, R, first_lag, C, C0, offset, window, threshold,
+    count, least, scale, inverse, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
+    BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
+    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
+    TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv, and gradients of gates (L, S) and terms by lag (L, N, count), (L, S, C)."""
     n, b, h, sequence = place(S, BN, H)
@@ -178,8 +180,8 @@ def key_gradient_kernel(
                 S, R, first_lag, C, C0, offset, BM, BN, CAUSAL, FACTOR, GATED, BY_KEY, CLIPPED,
                 EXACT, TABLE_LEARNS, FACTOR_LEARNS)  # fmt: skip
             dk += dot(ds.to(q.dtype), q)
-    store_rows(dk_ptr, dk * scale, b, h, n * BN, S, H, D, BN, DP)
-    store_rows(dv_ptr, dv * inverse, b, h, n * BN, S, H, E, BN, EP)
+    store_rows(dk_ptr + (b * ob + h * oh) * UNIT, dk * scale, n * BN, ot * UNIT, S, D, BN, DP)
+    store_rows(dv_ptr + (b * pb + h * ph) * UNIT, dv * inverse, n * BN, pt * UNIT, S, E, BN, EP)
     store_term_gradients(
         dgate, carry, carried, n, sequence, first, last, dgate_ptr, dtable_ptr + at,
         dfactor_ptr + at, S, BM, BN, GATED, TABLE_LEARNS, FACTOR_LEARNS)  # fmt: skip

@@ -35,16 +35,15 @@ def load_rows(base, start, stride, count, W: tl.constexpr, ROWS: tl.constexpr, W
 
 @triton.jit
 def store_rows(
-    base, x, b, h, start, count, H,
-    W: tl.constexpr, ROWS: tl.constexpr, WP: tl.constexpr,
+    base, x, start, stride, count, W: tl.constexpr, ROWS: tl.constexpr, WP: tl.constexpr
 ):  # fmt: skip
-    """Write rows of a tensor (B, H, count, W), which lies in memory as (B, count, H, W)."""
+    """Write the rows x (ROWS, WP) from ``start`` on of a matrix (count, W)."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WP)
     inside = (start + row < count)[:, None]
     if W < WP:
         inside = inside & (column < W)[None, :]
-    base += ((b * count + start) * H + h) * W
-    to = base + row[:, None] * (H * W) + column[None, :]
+    base += stride.to(tl.int64) * start
+    to = base + row[:, None] * stride + column[None, :]
     tl.store(to, x.to(base.dtype.element_ty), mask=inside)
 
 
@@ -73,13 +72,10 @@ def key_tiles(
 
 
 @triton.jit
-def delta_of(
-    o_ptr, delta_ptr, grad, b, h, m, T, H, E: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr
-):  # fmt: skip
+def delta_of(o, grad, delta_ptr, sequence, m, T, BM: tl.constexpr):
     """Return grad . o of a tile's queries and write it to delta (L, T)."""
-    o = load_rows(o_ptr + (b * T * H + h) * E, m * BM, H * E, T, E, BM, EP)
     delta = tl.sum(grad.to(tl.float32) * o.to(tl.float32), 1)
-    store_vector(delta_ptr, delta, b * H + h, m, T, BM)
+    store_vector(delta_ptr, delta, sequence, m, T, BM)
     return delta
 
 

@@ -89,7 +89,7 @@ def flash_attention(
     """Compute :func:`flash.definition`, with the same arguments, in the dtype of q, k and v.
 
     Gradients: of all but masks and seed, the same bits in every run. ``seed`` None means a number
-    from torch's generator of the device. The result lies in memory as (B, T, H, E).
+    from torch's generator of the device. The result lies in memory as q does, heads inside.
     Raises: ValueError as :func:`flash.check`; RuntimeError for second derivatives.
     Trap: table and factor are float32 and gates float64. The dtype of the gradients is theirs.
     """
@@ -132,7 +132,8 @@ OTHERS = {
         (2, Tile(64, 32, split=False)),
         (3, Tile(64, 32, 8)),
         (7, LONG),
-        (NO_LIMIT, LEAST._replace(stages=1)),
+        (8, LEAST._replace(stages=1)),
+        (NO_LIMIT, Tile(16, 16, 4, 1, split=False)),
     ),
 }
 
@@ -353,7 +354,7 @@ class _Call(MaskedCall):
         q, k, v = self.given
         out = result_like(q, self.values)
         lse = q.new_empty(self.batch * self.heads, self.queries, dtype=torch.float32)
-        self.launch("output", (q, k, v, out, lse), self.given)
+        self.launch("output", (q, k, v, out, lse), (q, k, v, out))
         return out, lse
 
     def gradients(
@@ -367,15 +368,14 @@ class _Call(MaskedCall):
         own = torch.zeros_like(lse) if gated else None  # remain 0 in causal attention
         dq, dk = (result_like(x, self.width) for x in (q, k))
         dv = result_like(v, self.values)
-        strided = (*self.given, grad)
         of_tokens = [None if x is None else torch.zeros_like(x) for x in self.own]
         pointers = (q, k, v, out, grad, lse, delta, dq, own, of_tokens[0])
-        self.launch("query_gradient", pointers, strided)
+        self.launch("query_gradient", pointers, (q, k, v, grad, out, dq))
         of_keys = lse.new_empty(lse.shape[0], self.keys) if gated else None
         parts, numbers = self._parts(needed[3:5])
         pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, *parts, of_tokens[1])
         flags = {"TABLE_LEARNS": needed[3], "FACTOR_LEARNS": needed[4]}
-        self.launch("key_gradient", pointers, strided, numbers, **flags)
+        self.launch("key_gradient", pointers, (q, k, v, grad, dk, dv), numbers, **flags)
         sums = (self._lag_sums(part, numbers[1]) for part in parts)
         gates = (
             x.view(self.batch, self.heads, -1).double() if need else None

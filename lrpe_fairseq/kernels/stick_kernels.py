@@ -34,6 +34,7 @@ from lrpe_fairseq.kernels.flash_tiles import (
 )
 
 STRIDES = ["qb", "qh", "qt", "kb", "kh", "kt", "vb", "vh", "vt", "gb", "gh", "gt"]
+STRIDES += ["ob", "oh", "ot", "pb", "ph", "pt"]
 NUMBERS = ["T", "S", "H", "offset", "window", "threshold", "start", *STRIDES]
 """Arguments whose values are not compiled in."""
 
@@ -44,7 +45,8 @@ MOST = tl.constexpr(1024.0)  # of w, so that float16 holds it; the keys behind h
 @triton.jit(do_not_specialize=NUMBERS)
 def output_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, T, S, H, offset, window, threshold, scale, inverse,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot,
+    T, S, H, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, UNIT: tl.constexpr, WINDOWED: tl.constexpr, PADDED: tl.constexpr,
     SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
@@ -69,7 +71,7 @@ def output_kernel(
             weight = tl.where(kept(seed_ptr, sequence, m, n, threshold, BM, BN), weight, 0.0)
         out += dot(weight.to(v.dtype), v)
         rest += tl.sum(w, 1)
-    store_rows(o_ptr, out * inverse, b, h, m * BM, T, H, E, BM, EP)
+    store_rows(o_ptr + (b * ob + h * oh) * UNIT, out * inverse, m * BM, ot * UNIT, T, E, BM, EP)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -106,7 +108,7 @@ def rest_kernel(
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rest_ptr, past_ptr, reach_ptr, padding_ptr,
     q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot,
     T, S, H, offset, window, threshold, start, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, UNIT: tl.constexpr, WINDOWED: tl.constexpr, PADDED: tl.constexpr,
@@ -132,14 +134,14 @@ def query_gradient_kernel(
         )  # fmt: skip
         past += tl.sum(a, 1)
         dq += dot(dz.to(k.dtype), k)
-    store_rows(dq_ptr, dq * scale, b, h, m * BM, T, H, D, BM, DP)
+    store_rows(dq_ptr + (b * ob + h * oh) * UNIT, dq * scale, m * BM, ot * UNIT, T, D, BM, DP)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rest_ptr, past_ptr, reach_ptr, padding_ptr,
     q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt,
     T, S, H, offset, window, threshold, start, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, UNIT: tl.constexpr, WINDOWED: tl.constexpr, PADDED: tl.constexpr,
@@ -169,8 +171,8 @@ def key_gradient_kernel(
             )  # fmt: skip
             dv += dot(tl.trans(weight.to(grad.dtype)), grad)
             dk += dot(tl.trans(dz.to(q.dtype)), q)
-    store_rows(dk_ptr, dk * scale, b, h, n * BN, S, H, D, BN, DP)
-    store_rows(dv_ptr, dv * inverse, b, h, n * BN, S, H, E, BN, EP)
+    store_rows(dk_ptr + (b * ob + h * oh) * UNIT, dk * scale, n * BN, ot * UNIT, S, D, BN, DP)
+    store_rows(dv_ptr + (b * pb + h * ph) * UNIT, dv * inverse, n * BN, pt * UNIT, S, E, BN, EP)
 
 
 # --- one tile ------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def stick_attention(
     """Compute causal stick-breaking attention, with arguments as :func:`flash.definition`.
 
     A hidden key takes nothing. Returns: (B, H, T, E) in the dtype of q, k and v; it lies in memory
-    as (B, T, H, E). A query without a visible key before it gets zeros.
+    as q does, heads inside. A query without a visible key before it gets zeros.
     Raises: ValueError for a window without a key; RuntimeError for second derivatives.
     """
     flash.check(q, k, True, (), 0, window)
@@ -104,7 +104,7 @@ class _Call(MaskedCall):
         """Return o (B, H, T, E)."""
         q, k, v = self.given
         out = result_like(q, self.values)
-        self.launch("output", (q, k, v, out), self.given)
+        self.launch("output", (q, k, v, out), (q, k, v, out))
         return out
 
     def gradients(self, grad: Tensor) -> list[Tensor]:
@@ -118,10 +118,10 @@ class _Call(MaskedCall):
         rest, past = q.new_empty(2, part, *shape, dtype=torch.float32)
         tiles = cdiv(self.queries, rows)
         reach = q.new_empty(part, self.heads, tiles, 2, dtype=torch.int32)
-        strided, carries = (q, k, v, grad), (rest, past, reach)
+        given, carries = (q, k, v, grad), (rest, past, reach)
         for start in range(0, self.batch, part):
             group = {"numbers": (start,), "batch": min(part, self.batch - start)}
             self.launch("rest", (q, k, rest, reach), (q, k), **group)
-            self.launch("query_gradient", (*strided, dq, *carries), strided, **group)
-            self.launch("key_gradient", (*strided, dk, dv, *carries), strided, **group)
+            self.launch("query_gradient", (*given, dq, *carries), (*given, dq), **group)
+            self.launch("key_gradient", (*given, dk, dv, *carries), (*given, dk, dv), **group)
         return [dq, dk, dv]

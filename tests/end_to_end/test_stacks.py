@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.errors import Refusal
@@ -55,6 +56,18 @@ def test_a_mixed_stack_is_its_layers_alone(corpus):
         x = layer(x)[0]
     x = model.decoder.layer_norm(x).transpose(0, 1)
     assert torch.equal(model.decoder.output_layer(x), model(tokens)[0])
+
+
+def test_only_the_first_layer_copies_its_input(corpus):
+    """Embeddings lie in memory as (B, T, C), and fairseq's layers read (T, B, C)."""
+    copies = []
+    for layers in (1, 3):
+        options = f"--decoder-layers {layers} --attention-type linear --position-encoding rope"
+        model, tokens = build(corpus, f"{SMALL} {options}")[0], text()
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            model(tokens)[0].sum().backward()
+        copies.append(sum(event.name == "aten::clone" for event in found.events()))
+    assert copies[0] == copies[1]
 
 
 def test_context_scaling_concerns_the_layers_with_rotations(corpus):

@@ -8,6 +8,11 @@ ARGUMENTS = ("q", "k", "v", "table", "factor", "c", "d", "by_query", "by_key")
 """What may need a gradient; c and d are the sums of gates of queries and keys."""
 
 
+def stored(x):
+    """x (B, T, ...), in half types in the order (T, B, ...) of memory, as in fairseq's layers."""
+    return x if x.dtype == torch.float32 else x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def inputs(
     T=70, S=None, D=16, E=16, B=2, H=2, dtype=torch.float32, device="cpu", causal=True,
     table=False, factor=False, gates=False, by_query=0, by_key=0, padding=False, documents=0,
@@ -23,7 +28,7 @@ def inputs(
     S = S or T
     rows = ((T, D), (S, D), (S, E))
     found = {name: torch.randn(B, t, H, w) for name, (t, w) in zip("qkv", rows, strict=True)}
-    found = {name: x.to(dtype).transpose(1, 2) for name, x in found.items()}
+    found = {name: stored(x.to(dtype)).transpose(1, 2) for name, x in found.items()}
     options = {"causal": causal, "scale": 0.3, "first_lag": 1 - max(T, S), **others}
     lags = 2 * max(T, S) - 1
     found |= {"table": torch.randn(H, lags)} if table else {}

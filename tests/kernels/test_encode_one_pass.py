@@ -70,6 +70,8 @@ def example(time, width=16, dtype=torch.float32):
     """x (B, H, T, D) as a projection leaves it, and positions of a batch and of each row."""
     generator = torch.Generator().manual_seed(time)
     x = torch.randn(BATCH, time, HEADS * width, generator=generator).to(DEVICE, dtype)
+    if time % 2:  # as in fairseq's layers
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
     shared = torch.arange(5, time + 5, device=DEVICE)
     return x, {"shared": shared, "own": torch.stack([shared, shared + 1000])}
 

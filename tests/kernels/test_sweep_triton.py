@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 
 from lrpe_fairseq.kernels import full_triton, sweep_triton
 from tests import triton_probe
+from tests.kernels.flash_cases import stored
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not())
@@ -64,11 +65,12 @@ def decay_of(kind, batch, time):
 
 
 def example(time, keys, values, dtype, decay=None, documents=False, batch=None):
-    """q and k positive, all views of (B, T, H, .); the decay; the numbers of the documents."""
+    """q and k positive, all views of (B, T, H, .); the decay; the numbers of documents."""
     torch.manual_seed(time)
     batch = batch or (BATCH if time < 40 else 1)
     widths = (keys, keys, values)
-    q, k, v = (torch.randn(batch, time, HEADS, w).transpose(1, 2) for w in widths)
+    rows = (torch.randn(batch, time, HEADS, w).to(dtype) for w in widths)
+    q, k, v = (stored(x).transpose(1, 2) for x in rows)
     q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
     segments = None
     if documents:
