@@ -155,7 +155,7 @@ def encode_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def _phi(dtype: torch.dtype) -> None:
     x = torch.zeros(1, HEADS, TIME, 64, dtype=dtype).requires_grad_()
-    out = encode_triton.feature_map(x)
+    out = encode_triton.feature_maps(x)[0]
     out.backward(out.detach())
 
 

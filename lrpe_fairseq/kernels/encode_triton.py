@@ -77,7 +77,7 @@ class _Encoded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, theta, column, at_q, at_k, grid, form):
         twice = 2 if form.wide else 1
-        out = [result_like(x, x.shape[3] * twice) for x in (q, k)]
+        out = [result_like(q, x.shape[3] * twice, time=x.shape[2]) for x in (q, k)]
         ctx.shapes, ctx.grid, ctx.form = (q.shape, k.shape), grid, form
         given = v, theta, column, at_q, at_k
         _launch(_encode, ctx, (q, k), given, out)
@@ -91,7 +91,7 @@ class _Encoded(torch.autograd.Function):
             return *_gradients_as_graph(ctx, (grad_q, grad_k)), None, None
         q, k, v, theta, column, *at = ctx.saved_tensors
         grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
-        found = [result_like(g, shape[3]) for g, shape in zip(grads, ctx.shapes, strict=True)]
+        found = [result_like(grads[0], width, time=time) for _, _, time, width in ctx.shapes]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
         learned = (theta if turns else None, column if turns else None, v if of_v else None)
         sizes = [0 if x is None else x.numel() for x in learned]
@@ -147,7 +147,7 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     """Launch a kernel.
 
     rows: tensors (B, H, T, .) whose strides it needs. given: v, theta, column, at_q and at_k.
-    results: the first two have the layout of ``result_like``.
+    results: the first two have one layout of ``result_like``.
     """
     (batch, heads, queries, width), (*_, keys, _) = ctx.shapes
     (v, theta, column, *at), permutes = given, ctx.form.permutes
@@ -159,14 +159,14 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     if theta is not None and not permutes:
         pairs = theta.shape[-1]
     unit = math.gcd(16, *strides)
-    lengths = [x.stride(n) // x.shape[3] for x in results[:2] for n in (0, 2)]
+    apart = results[0].stride(2) // (heads * results[0].shape[3])
     launch(
         kernel,
         (_programs(ctx),),
         *(rows[0] if x is None else x for x in (*rows, *places, v, theta, column, *results)),
         *(batch, heads, queries, keys, ctx.grid, *steps),
         *(n // unit for n in strides),
-        *lengths,
+        apart,
         D=width,
         E=pairs,
         BT=_rows(ctx),
@@ -179,16 +179,16 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
         GRID=column is not None,
         PERMUTES=permutes,
         HEADWISE=phased or (theta is not None and theta.dim() == (3 if permutes else 2)),
-        num_warps=4,
+        num_warps=8 if permutes else 4,  # with 4 some would spill registers
         **(flags or {}),
     )
 
 
 NUMBERS = ["B", "H", "T", "S", "grid", "qb", "qh", "qt", "kb", "kh", "kt"]
 NUMBERS += ["gb", "gh", "gt", "fb", "fh", "ft", "ab", "ah", "at", "cb", "ch", "ct"]
-NUMBERS += ["ob", "ot", "pb", "pt"]
-"""Arguments whose values are not compiled in: sizes, and strides of q, k, their gradients, their
-positions or phases, and the results, which are in heads."""
+NUMBERS += ["apart"]
+"""Arguments whose values are not compiled in: sizes, and strides of q, k, their gradients and their
+positions or phases. Tokens of a sequence are ``apart`` in the results: 1, or B if time is first."""
 
 # --- phases ------------------------------------------------------------------------------------
 
@@ -480,10 +480,17 @@ def _rows_of(
     return start + rows[:, None] * (tl.where(is_q, qt, kt) * UNIT) + tl.arange(0, D)[None, :]
 
 
+@triton.jit
+def _results_of(is_q, q, k, b, rows, time, apart, H, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return pointers (BT, D) to the same rows of a result, which is WIDTH wide."""
+    row = b * tl.where(apart == 1, time, 1) + rows * apart
+    return tl.where(is_q, q, k) + row[:, None] * (H * WIDTH) + tl.arange(0, D)[None, :]
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _encode(
     q, k, q_at, k_at, v, theta, column, q_out, k_out,
-    B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, ob, ot, pb, pt,
+    B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, apart,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
     GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
@@ -491,10 +498,10 @@ def _encode(
     """Compute the features of all heads at the positions of this program."""
     W: tl.constexpr = D if WIDE else D // 2
     width: tl.constexpr = 2 * D if WIDE else D
-    is_q, _, b, rows, here = _place(T, S, B, BT)
+    is_q, time, b, rows, here = _place(T, S, B, BT)
     known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
     x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
-    to = _rows_of(is_q, q_out, k_out, b, rows, ob, ot, pb, pt, D, width)
+    to = _results_of(is_q, q_out, k_out, b, rows, time, apart, H, D, width)
     place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
     u, norm = _unit(v, D, REFLECTS)
     row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)
@@ -525,7 +532,7 @@ def _encode(
 def _encode_gradient(
     q, k, q_grad, k_grad, q_at, k_at, v, theta, column, of_q, of_k, sums, of_q_at, of_k_at,
     B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, gb, gh, gt, fb, fh, ft,
-    ob, ot, pb, pt, D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
+    apart, D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
     GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
     READS_X: tl.constexpr, ANGLES_LEARN: tl.constexpr, UNIT_LEARNS: tl.constexpr,
@@ -536,7 +543,7 @@ def _encode_gradient(
     known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
     x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
     given = _rows_of(is_q, q_grad, k_grad, b, rows, gb, gt, fb, ft, D, UNIT)
-    to = _rows_of(is_q, of_q, of_k, b, rows, ob, ot, pb, pt, D, D)
+    to = _results_of(is_q, of_q, of_k, b, rows, time, apart, H, D, D)
     place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
     u, norm = _unit(v, D, REFLECTS)
     row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)

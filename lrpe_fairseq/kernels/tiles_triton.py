@@ -66,12 +66,15 @@ def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def result_like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+def result_like(
+    x: Tensor, width: int, dtype: torch.dtype | None = None, time: int | None = None
+) -> Tensor:
     """Return memory (B, H, T, width) for a result, in which the heads of a token lie together.
 
-    Batch and time lie as in x (B, H, T, .): as (B, T, H, width), or as (T, B, H, width).
+    Batch and time lie as in x (B, H, ., .): as (B, T, H, width), or as (T, B, H, width).
     """
-    batch, heads, time, _ = x.shape
+    batch, heads, own, _ = x.shape
+    time = own if time is None else time
     options = {"dtype": x.dtype if dtype is None else dtype, "device": x.device}
     if x.stride(2) > x.stride(0):
         return torch.empty(time, batch, heads, width, **options).permute(1, 2, 0, 3)
