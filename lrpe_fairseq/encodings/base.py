@@ -156,6 +156,17 @@ START_STD = 0.02
 of FoX, PaTH and TAPE."""
 
 
+def as_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of the last axis to x (B, T, .), which fairseq stores as (T, B, .).
+
+    PyTorch's functions would copy x, and in each backward pass its gradient, once per call.
+    """
+    stored = x.transpose(0, 1)
+    if x.is_contiguous() or not stored.is_contiguous():
+        return function(x)
+    return function(stored).transpose(0, 1)
+
+
 def drawn(generator: torch.Generator, *shape: int) -> nn.Parameter:
     """Return weights from N(0, START_STD^2), float32 on the CPU.
 

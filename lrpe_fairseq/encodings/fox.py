@@ -7,8 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, Encoding, Properties, QueryKeyEncoding, drawn
-from lrpe_fairseq.encodings.networks import as_stored
+from lrpe_fairseq.encodings.base import (
+    Card,
+    Encoding,
+    Properties,
+    QueryKeyEncoding,
+    as_stored,
+    drawn,
+)
 from lrpe_fairseq.encodings.none import Unchanged
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 

@@ -1,7 +1,5 @@
 """Linear maps inside encodings, initialized from a generator."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,17 +29,6 @@ def applied(layer: Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(layer.weight.dtype, dtype)
     bias = None if layer.bias is None else layer.bias.to(wide)
     return F.linear(x.to(wide), layer.weight.to(wide), bias).to(dtype)
-
-
-def as_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function of the last axis to x (B, T, .), which fairseq stores as (T, B, .).
-
-    PyTorch's functions would copy x, and in each backward pass its gradient, once per call.
-    """
-    stored = x.transpose(0, 1)
-    if x.is_contiguous() or not stored.is_contiguous():
-        return function(x)
-    return function(stored).transpose(0, 1)
 
 
 def linear(inputs: int, outputs: int, generator: torch.Generator) -> Linear:
