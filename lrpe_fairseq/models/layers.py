@@ -76,9 +76,8 @@ class DecoderLayer(TransformerDecoderLayerBase):
         self, x: Tensor, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
     ) -> tuple:
         """Compute the layer as fairseq does; cross-attention needs the padding of its queries."""
-        self.self_attn.given.query_padding = keywords["self_attn_padding_mask"] = (
-            self_attn_padding_mask
-        )
+        self.self_attn.given.query_padding = self_attn_padding_mask
+        keywords["self_attn_padding_mask"] = self_attn_padding_mask
         return super().forward(stored(x), *rest, **keywords)
 
 
