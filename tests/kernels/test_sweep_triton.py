@@ -65,7 +65,7 @@ def decay_of(kind, batch, time):
 
 
 def example(time, keys, values, dtype, decay=None, documents=False, batch=None):
-    """q and k positive, all views of (B, T, H, .); the decay; the numbers of documents."""
+    """q and k positive, all views of (B, T, H, .); the decay; the numbers of the documents."""
     torch.manual_seed(time)
     batch = batch or (BATCH if time < 40 else 1)
     widths = (keys, keys, values)
