@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--tokens",
         type=int,
-        help="tokens per training step; default: 1,024 on a CPU, 16,384 on a GPU",
+        help="tokens per training step; default: 1,024 on a CPU, 32,768 on a GPU",
     )
     parser.add_argument(
         "--encodings",
@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     _known(parser, "encoding", options.encodings, training.names())
     if options.encodings and not set(options.parts) <= set(BY_ENCODING):
         parser.error(f"--encodings is for {' and '.join(BY_ENCODING)} only; name these parts")
-    dtype, tokens = ("float32", 1024) if options.device == "cpu" else ("bfloat16", 16384)
+    dtype, tokens = ("float32", 1024) if options.device == "cpu" else ("bfloat16", 2**15)
     options.dtype = getattr(torch, options.dtype or dtype)
     options.tokens = options.tokens or tokens
     return options

@@ -65,7 +65,11 @@ class Overtime(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, and sizes that suit it. shape, wide: options of the two models that differ."""
+    """The device, and sizes that suit it.
+
+    step_tokens: of a training step. On a GPU that of an update of the table `books`; a quarter of
+        it would be bound by kernel launches. shape, wide: options of the two models that differ.
+    """
 
     device: str
     dtype: torch.dtype
@@ -73,7 +77,7 @@ class Setting:
     tokens: int = 2**17
     lengths: tuple[int, ...] = (512, 2048, 1024, 8192)
     flat: tuple[int, int] = (512, 65536)
-    step_tokens: int = 2**14
+    step_tokens: int = 2**15
     step_lengths: tuple[int, int] = (512, 2048)
     memory_length: int = 4096
     matrix: int = 8192

@@ -28,6 +28,7 @@ from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Transport, maske
 from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
+from lrpe_fairseq.kernels.flash import NoSecondDerivative
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
@@ -560,22 +561,7 @@ def _refuse_second_derivatives(
     """Under create_graph, let the derivative of a fused kernel's gradients raise an error."""
     if not torch.is_grad_enabled():
         return None
-    return tuple(None if g is None else _NoSecondDerivative.apply(g) for g in grads)
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity map, whose derivative raises an error that says what to do."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError(
-            "torch's fused softmax attention has no second derivative: run the forward pass under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
+    return tuple(None if g is None else NoSecondDerivative.apply(g) for g in grads)
 
 
 # --- the state ---------------------------------------------------------------------------------

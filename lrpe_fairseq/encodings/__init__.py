@@ -179,10 +179,11 @@ def constructor_of(name: str) -> Constructor:
         return ENCODINGS[name]
     constructor = FAMILIES[prefix].build(rest) if prefix in FAMILIES else None
     if constructor is None:
+        hint = did_you_mean(name, ENCODINGS)
         raise ChoiceError(
-            f"unknown position encoding {name!r}; choose one of {', '.join(ENCODINGS)}, "
+            f"unknown position encoding {name!r}{hint}{' The' if hint else '; the'} names are "
+            f"{', '.join(ENCODINGS)}, "
             + ", ".join(f"or {family.form} {family.rest}" for family in FAMILIES.values())
-            + did_you_mean(name, ENCODINGS)
         )
     return constructor
 

@@ -31,8 +31,10 @@ def test_a_bad_choice_ends_a_training_with_one_sentence_and_without_a_checkpoint
     launched = environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")  # as torchrun sets them
     read = words(hydra(tmp_path, yaml_config(corpus, folder, {"postion_encoding": "rope"})))
     jobs = {
-        f"unknown position encoding 'lrpe-type9'; choose one of {', '.join(ENCODINGS)}, or "
-        "lrpe:<P>:<Lambda> with P in ": lambda: run_forked("fairseq_cli.train", encoding),
+        f"unknown position encoding 'lrpe-type9'; did you mean 'lrpe-type8'? The names are "
+        f"{', '.join(ENCODINGS)}, or lrpe:<P>:<Lambda> with P in ": lambda: run_forked(
+            "fairseq_cli.train", encoding
+        ),
         "2 processes were started without a process group": lambda: run_forked(
             "fairseq_cli.train", train, environment=launched
         ),
