@@ -24,6 +24,7 @@ import tarfile
 import time
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import PurePosixPath
 from pickle import UnpicklingError
@@ -306,7 +307,8 @@ def gather_predictions() -> None:
 
 
 def resume_where_the_data_were_left() -> None:
-    """Resume with other processes or batches where the data were left, or refuse.
+    """Resume with other processes or batches where the data were left, or refuse; refuse to resume
+    with another encoding or attention.
 
     Break: a checkpoint counts the batches of the epoch that one process has read. With another
     number of processes or another size of batches the same number is another place in the data, so
@@ -316,6 +318,10 @@ def resume_where_the_data_were_left() -> None:
     they can be converted only in an epoch that is not shuffled (``--curriculum``, streams of text).
 
     A task whose batches depend on the size of an update sets ``ordered_by_updates``.
+
+    Break: a training with another encoding in the same folder resumes silently from the weights of
+    the first, where the shapes allow it. With ``--reset-optimizer`` or ``--finetune-from-model``
+    nothing is refused.
     """
     _replace(checkpoint_utils, "load_checkpoint_to_cpu", _load_with_batches)
     _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_batches)
@@ -504,8 +510,16 @@ _BATCHES = "batches"
 _LIMITS = ("batch_size", "max_tokens", "required_batch_size_multiple")
 
 
-def _load_with_batches(original: Callable, *args: Any, **kwargs: Any) -> dict:
-    state = original(*args, **kwargs)
+_RESUMED = ContextVar[Any]("resumed", default=None)
+"""The configuration of the model whose training a checkpoint resumes, while it is loaded."""
+
+
+def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any) -> dict:
+    state = original(path, *args, **kwargs)
+    if _RESUMED.get() is not None and state.get("cfg"):
+        from lrpe_fairseq.models.checks import check_resumed
+
+        check_resumed(path, state["cfg"]["model"], _RESUMED.get())
     place = (state.get("extra_state") or {}).get("train_iterator")
     if place and state.get("cfg"):
         place[_BATCHES] = _batches_in(state["cfg"])
@@ -521,9 +535,18 @@ def _batches_in(cfg: Any) -> dict[str, Any]:
 
 
 def _load_for_these_batches(
-    original: Callable, self: Any, filename: str, *args: Any, **kwargs: Any
+    original: Callable,
+    self: Any,
+    filename: str,
+    reset_optimizer: bool = False,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    extra_state = original(self, filename, *args, **kwargs)
+    resumed = _RESUMED.set(None if reset_optimizer else self.cfg.model)
+    try:
+        extra_state = original(self, filename, reset_optimizer, *args, **kwargs)
+    finally:
+        _RESUMED.reset(resumed)
     place = (extra_state or {}).get("train_iterator")
     before = place.pop(_BATCHES, None) if place else None
     cfg = self.cfg.checkpoint

@@ -8,11 +8,12 @@ import logging
 from functools import cache
 from typing import Any
 
+from omegaconf import OmegaConf
 from torch import nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import Encoding
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.encodings import Encoding, options_of_encodings
+from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.patterns import over_layers
 
 logger = logging.getLogger(__name__)
@@ -193,3 +194,35 @@ def warn_about_longer_texts(attention: MultiheadAttention) -> None:
 
 
 _warn_once = cache(logger.warning)
+
+
+OF_ATTENTION = ("attention", "encoding", "fidelity", "grid", "positional_embeddings")
+"""Parts of the names of options that choose a model's attention, beside those of encodings."""
+
+
+def check_resumed(path: str, before: Any, now: Any) -> None:
+    """Refuse to resume the training of a checkpoint with another encoding or attention.
+
+    before, now: the configurations of the checkpoint's model and of this one.
+    """
+    trained, wanted = _attention(before), _attention(now)
+    other = [n for n in trained.keys() & wanted.keys() if trained[n] != wanted[n]]
+    if other:
+        had, has = (", ".join(f"{n}={x[n]}" for n in sorted(other)) for x in (trained, wanted))
+        refuse(
+            f"{path} was trained with {had}; this training has {has}: choose another --save-dir, "
+            "or start from the weights with --finetune-from-model"
+        )
+
+
+def _attention(options: Any, section: str = "") -> dict[str, str]:
+    """Return the options of a model that choose its attention, by dotted name."""
+    if OmegaConf.is_config(options):
+        options = OmegaConf.to_container(options, resolve=True, enum_to_str=True)
+    found, own = {}, options_of_encodings()
+    for name, value in (options if isinstance(options, dict) else vars(options)).items():
+        if isinstance(value, dict):
+            found |= _attention(value, f"{section}{name}.")
+        elif name in own or (any(x in name for x in OF_ATTENTION) and "dropout" not in name):
+            found[section + name] = str(value)
+    return found

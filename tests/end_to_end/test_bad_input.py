@@ -54,6 +54,29 @@ def test_a_bad_choice_ends_a_training_with_one_sentence_and_without_a_checkpoint
     assert not list(folder.glob("*.pt"))
 
 
+def test_only_its_weights_can_start_a_training_with_another_encoding(corpus, tmp_path):
+    def train(folder, *options):
+        given = [corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", tmp_path / folder]
+        return run_forked("fairseq_cli.train", words([*given, *options]))
+
+    last = tmp_path / "first" / "checkpoint_last.pt"
+    rope, other = "--position-encoding rope", "--attention-normalizer content"
+    assert train("first", rope).returncode == 0
+    for options, had, has in (
+        ([rope, other], "attention_normalizer=rotated", "attention_normalizer=content"),
+        (["--position-encoding tape --attention-type softmax"],
+         "attention_type=linear, position_encoding=rope",
+         "attention_type=softmax, position_encoding=tape"),  # other parameters
+    ):  # fmt: skip
+        ended = train("first", *options)
+        assert ended.returncode == 2
+        assert f"lrpe_fairseq: {last} was trained with {had}; this training has {has}: choose" in (
+            ended.stderr
+        )
+    assert train("first", rope).returncode == 0
+    assert train("second", rope, other, "--finetune-from-model", last).returncode == 0
+
+
 def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(tmp_path, capsys):
     def refused(data):
         with pytest.raises(SystemExit) as refusal:

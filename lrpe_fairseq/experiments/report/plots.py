@@ -48,7 +48,8 @@ class Panel:
 
 def blank(width: float, height: float) -> Any:
     """Return an empty figure; sizes in inches. Raises: ImportError without matplotlib."""
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq sets all to DEBUG
+    for name in ("matplotlib", "adjustText"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # fairseq sets all to DEBUG
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,7 +71,7 @@ def style(method: str) -> dict[str, Any]:
         encoding.removeprefix("gated:").removeprefix("path:").removeprefix("selective:")
     )
     names = [*PROMINENT, *(other for other in ENCODINGS if other not in PROMINENT)]
-    place = names.index(name) if name in names else len(names)
+    place = names.index(name) if name in names else -1
     marker = MARKERS[place // len(PROMINENT) % len(MARKERS)]
     dash = next((DASHES[word] for word in variant if word in DASHES), "-")
     hollow = {"markerfacecolor": "white"} if encoding.startswith("gated:") else {}
