@@ -5,7 +5,7 @@
 #
 #   scripts/train.sh data/pydoc/bin --task language_modeling --arch lrpe_lm_tiny …
 #   PROCS=2 scripts/train.sh …     # one training on 2 GPUs, or in 2 CPU processes over gloo
-# The options of this plugin: README.md and docs/encodings.md. fairseq's --help does not list them.
+# The options of this plugin: docs/fairseq.md and docs/encodings.md. fairseq's --help does not list them.
 #
 # N processes use N times --max-tokens per update: divide --update-freq by N to compensate.
 # A plain `torchrun fairseq-train` would start N unrelated trainings in one folder instead.

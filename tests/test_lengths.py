@@ -103,7 +103,7 @@ def test_a_protocol_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="'tail-64' scores 128 tokens of windows of 64"):
         Protocol.parse("tail-64")
     for length in (T - 1, 16 * T + 1):
-        with pytest.raises(ValueError, match=f"needs a length from 8 to 128, not {length}"):
+        with pytest.raises(ValueError, match=f"from 8, .* to 128, .* not {length}"):
             windows(f"paired-{length}", 1000)
     with pytest.raises(ValueError, match="needs a block of 128 tokens, but the text has 127"):
         windows("paired-64", 127)

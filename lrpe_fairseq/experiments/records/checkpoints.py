@@ -47,6 +47,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a checkpoint in it")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
     try:

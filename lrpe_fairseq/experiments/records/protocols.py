@@ -167,8 +167,8 @@ class Protocol:
         block = LONGEST * trained
         if not trained <= self.length <= block:
             raise ValueError(
-                f"a paired protocol needs a length from {trained} to {block}, not {self.length}: "
-                f"the model was trained on {trained} tokens"
+                f"a paired protocol needs a length from {trained}, that of training, to {block}, "
+                f"{LONGEST} times that, not {self.length}"
             )
         if tokens < block:
             raise ValueError(

@@ -62,7 +62,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     folders = sorted({name.split("/")[0] for name in runs})
     return {
         "table": table,
-        "groups": [_group(sheet, results.headlines(sheet)) for sheet in sheets],
+        "groups": [_group(x, views) for x in sheets if (views := results.headlines(x))],
         "runs": len(runs),
         "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
         "machines": markdown.listed(machines),

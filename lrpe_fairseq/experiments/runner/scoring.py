@@ -8,6 +8,7 @@ Axes: B windows, L tokens of a window, C width, N scored tokens.
 
 import contextlib
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,9 +35,13 @@ LOGITS = 2**24
 """Logits computed at a time."""
 DRAWS = 2000
 """Bootstrap samples."""
+FEW = 10
+"""Fewer blocks than this give a warning with a bootstrap interval."""
 Metrics = dict[str, float]
 Losses = dict[tuple[int, int], Tensor]
 """Losses of the last tokens of windows, by start and end."""
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -165,6 +170,8 @@ def differences(bits: Tensor, blocks: int) -> Metrics:
     The interval is over ``blocks`` blocks of equal size, drawn with replacement by a fixed
     generator.
     """
+    if blocks < FEW:
+        logger.warning("the interval of delta is over %d blocks only: use a longer text", blocks)
     means = bits.unflatten(0, (blocks, -1)).mean(1) * math.log(2)
     draws = torch.randint(blocks, (DRAWS, blocks), generator=torch.Generator().manual_seed(0))
     low, high = means[draws].mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
