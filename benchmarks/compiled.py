@@ -221,6 +221,7 @@ def figures(family: str, capability: int, dtype: str, only: str | None = None) -
     ) -> None:
         name = kernel.fn.__name__
         compiled = kernel.warmup(*args, grid=grid, **constants)
+        refuse_short_products(compiled.asm["ttgir"])
         registers, spilled = _assembled(compiled.asm["ptx"], capability)
         rows[case, name] = {
             "family": family,
@@ -243,6 +244,17 @@ def figures(family: str, capability: int, dtype: str, only: str | None = None) -
             launcher.launch = partial(compile_launch, case)
             run()
     return list(rows.values())
+
+
+def refuse_short_products(code: str) -> None:
+    """Raise RuntimeError for a product over fewer numbers than four threads read at a time.
+
+    Triton 3.6 writes such products for tensor cores, and they are wrong; see
+    ``flash_triton.MaskedCall.padding_type``.
+    """
+    for depth, neighbours in re.findall(r"tt\.dot .*: tensor<\d+x(\d+)x.*?kWidth = (\d+)", code):
+        if 4 * int(neighbours) > int(depth):
+            raise RuntimeError(f"a product over {depth} numbers, {neighbours} by each thread")
 
 
 def _assembled(ptx: str, capability: int) -> tuple[int, int]:

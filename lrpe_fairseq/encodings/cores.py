@@ -85,7 +85,10 @@ class Rotation(nn.Module):
 
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the result of :meth:`at`."""
-        return phases(positions, self.angles, dtype)
+        angles, device = self.angles, positions.device
+        if positions.is_floating_point() and not angles.requires_grad:  # in every layer and step
+            angles = constant(tuple(angles.tolist()), exact_type(device), device)
+        return phases(positions, angles, dtype)
 
     def in_kernel(self, device: torch.device) -> encode.Angles | None:
         """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`at`."""

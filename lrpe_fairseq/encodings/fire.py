@@ -10,7 +10,7 @@ from lrpe_fairseq.encodings.base import LOWEST, Card, Properties
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.networks import linear
 from lrpe_fairseq.encodings.options import EncodingSpec, option
-from lrpe_fairseq.encodings.positions import BLOCKS, PositionCache, check_positions
+from lrpe_fairseq.encodings.positions import BLOCKS, PositionCache, check_positions, known_range
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -104,7 +104,10 @@ class FIRE(LagBias):
         """True if it is known that every query is at s <= L; False if L is NaN."""
         if q_positions.numel() == 0 or not has_values(q_positions, self.threshold_factor):
             return False
-        last = self._last.get(q_positions, None, lambda: int(q_positions.max()))
+        if (known := known_range(q_positions)) is None:
+            last = self._last.get(q_positions, None, lambda: int(q_positions.max()))
+        else:
+            _, last = known
         return last <= self.threshold.detach().item()
 
     def of_lag(self, lag: Tensor) -> Tensor:

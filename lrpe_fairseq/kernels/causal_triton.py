@@ -387,6 +387,10 @@ def _gradient_of_gates(products: Tensor, across: Tensor, shape: _Shape) -> Tenso
 # --- kernels -----------------------------------------------------------------------------------
 
 
+SIZES = ["T", "N", "H"]
+"""They take any value in one compiled form."""
+
+
 @triton.jit
 def _rows(base, sequence, t, column, inside, T, WIDTH: tl.constexpr):
     """Load a block of (L, T, WIDTH) as float32, zero outside."""
@@ -470,7 +474,7 @@ def _store_state(base, x, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr
     tl.store(base + at, x, mask=(d < D)[:, None] & (e < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _scan_kernel(
     a_ptr,
     b_ptr,
@@ -519,7 +523,7 @@ def _scan_kernel(
             key += tl.sum(a, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "each"])
 def _total_kernel(
     a_ptr,
     b_ptr,
@@ -567,7 +571,7 @@ def _key(key_ptr, sequence, n, N, d, D: tl.constexpr):
     return tl.load(key_ptr + (sequence * N + n) * D + d, mask=d < D, other=0.0)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _output_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, key_ptr, decay_ptr, out_ptr, denominator_ptr,
     T, N, H, eps,
@@ -660,7 +664,7 @@ def _store_products(product_ptr, x, row, t, inside, T, DECAYS: tl.constexpr):
         tl.store(product_ptr + row * T + t, tl.sum(x, axis=1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, g_ptr,
     state_ptr, key_ptr, after_ptr, key_after_ptr, decay_ptr, grad_q_ptr, grad_k_ptr, product_ptr,
@@ -704,7 +708,7 @@ def _key_gradient_kernel(
     _store_rows(grad_k_ptr, grad_k, sequence, t, d, inside, T, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _value_gradient_kernel(
     q_ptr,
     k_ptr,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.kernels import flash, flash_kernels
 from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like
+from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like, straight
 
 WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128  # True: in float32
 MARGIN = 128  # tokens; no tile is longer
@@ -193,6 +193,7 @@ class _Flash(torch.autograd.Function):
         *given, out, lse = ctx.saved_tensors
         ctx.call.given = tuple(map(rows_of, given[:3]))
         found = ctx.call.gradients(rows_of(grad), out, lse, ctx.needs_input_grad)
+        ctx.call.given = ()
         if torch.is_grad_enabled():
             sources = [x for x in (grad, *given) if x is not None]
             found = [x if x is None else flash.NoSecondDerivative.apply(x, *sources) for x in found]
@@ -201,8 +202,7 @@ class _Flash(torch.autograd.Function):
 
 def rows_of(x: Tensor) -> Tensor:
     """Return x with contiguous rows, of which MARGIN lie within 2^31 elements."""
-    x = x.detach().resolve_neg()
-    return x if x.stride(-1) == 1 and x.stride(2) < 2**24 else x.contiguous()
+    return straight(x.detach().resolve_neg())
 
 
 def _rounded(count: int) -> int:
@@ -229,13 +229,20 @@ class MaskedCall:
     terms: tuple[Tensor | None, ...] = ()
     """Tensors of the terms of the scores, and their numbers."""
     term_numbers: tuple[int, ...] = ()
+    padding_type = torch.int16
+    """Of padding with half types; int32 with float32.
+
+    Trap: from bytes and dropout's ``join`` Triton 3.6 infers operands of 4 bits and lays out 8
+    neighbours per thread. Products over 16 tokens are wrong then, without an error.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
         self.given, self.options = (q, k, v), options
         self.batch, self.heads, self.queries, self.width = q.shape
         self.keys, self.values = k.shape[2], v.shape[3]
         self.offset, self.window = flash.offset_of(q, k, options.causal), options.window
-        self.padding = None if options.padding is None else _numbers(options.padding, q.dtype)
+        wide = torch.int32 if q.dtype == torch.float32 else self.padding_type
+        self.padding = None if options.padding is None else options.padding.to(wide).contiguous()
         numbers = options.segments or (None, None)
         self.segments = [None if x is None else x.int().contiguous() for x in numbers]
         self.threshold, self.inverse = flash.dropout_of(options.dropout)
@@ -444,12 +451,3 @@ class _Call(MaskedCall):
         most = self.queries - 1 + self.offset
         most = most if self.window is None else min(most, self.window - 1)
         return columns > 0 and not first <= least <= most < first + columns
-
-
-def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool mask as bytes, or as int32 for tiles of float32.
-
-    Trap: from bytes and dropout's ``join`` Triton 3.6 infers operands of 4 bits, lays out 8
-    neighbours per thread, and float32 products over 16 keys are wrong on a GPU.
-    """
-    return mask.int() if dtype == torch.float32 else mask.contiguous().view(torch.uint8)

@@ -64,6 +64,7 @@ class _Stick(torch.autograd.Function):
         given = ctx.saved_tensors
         ctx.call.given = tuple(map(rows_of, given))
         found = ctx.call.gradients(rows_of(grad))
+        ctx.call.given = ()
         if torch.is_grad_enabled():
             found = [flash.NoSecondDerivative.apply(x, grad, *given) for x in found]
         return *found, None
@@ -90,6 +91,7 @@ class _Call(MaskedCall):
     """One call of the kernels. A query sees the keys before its own: the offset is one less."""
 
     kernels = stick_kernels
+    padding_type = torch.uint8  # its products are over 32 tokens or more; int16 spills registers
 
     def __init__(self, q, k, v, options: Options) -> None:
         super().__init__(q, k, v, options)

@@ -41,9 +41,13 @@ def capability(x: Tensor) -> int:
     return 8 if major == 12 else major
 
 
+FARTHEST = 2**24
+"""Elements between two rows: 128 rows lie within 2^31, so that their offsets are int32."""
+
+
 def straight(x: Tensor) -> Tensor:
-    """Return ``x``, copied unless its last axis is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Return ``x``, copied unless its rows are contiguous and kernels may reach 128 of them."""
+    return x if x.stride(-1) == 1 and x.stride(2) < FARTHEST else x.contiguous()
 
 
 def with_strides(*tensors: Tensor) -> list[Tensor | int]:
@@ -71,12 +75,13 @@ def result_like(
 ) -> Tensor:
     """Return memory (B, H, T, width) for a result, in which the heads of a token lie together.
 
-    Batch and time lie as in x (B, H, ., .): as (B, T, H, width), or as (T, B, H, width).
+    Batch and time lie as in x (B, H, ., .): as (B, T, H, width), or as (T, B, H, width) if the
+    rows are near enough.
     """
     batch, heads, own, _ = x.shape
     time = own if time is None else time
     options = {"dtype": x.dtype if dtype is None else dtype, "device": x.device}
-    if x.stride(2) > x.stride(0):
+    if x.stride(2) > x.stride(0) and batch * heads * width < FARTHEST:
         return torch.empty(time, batch, heads, width, **options).permute(1, 2, 0, 3)
     return torch.empty(batch, time, heads, width, **options).transpose(1, 2)
 

@@ -60,3 +60,12 @@ def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(co
     for row in committed["rows"]:
         assert row["spilled_bytes"] == 0, row
         assert row["shared_bytes"] <= shared[str(row["capability"])] * 1024, row
+
+
+def test_products_that_triton_gets_wrong_are_refused():
+    from benchmarks.compiled import refuse_short_products
+
+    code = "%d = tt.dot %a, %b, %c : tensor<16x{}xf16, #ttg.dot_op<{{opIdx = 0, kWidth = 8}}>> * "
+    refuse_short_products(code.format(32))
+    with pytest.raises(RuntimeError, match="a product over 16 numbers, 8 by each thread"):
+        refuse_short_products(code.format(16))

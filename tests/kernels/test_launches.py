@@ -7,7 +7,13 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import causal_triton, encode_triton, full_triton, sweep_triton
+from lrpe_fairseq.kernels import (
+    causal_triton,
+    encode_triton,
+    full_triton,
+    sweep_triton,
+    tiles_triton,
+)
 from lrpe_fairseq.kernels.encode import Form
 from tests.triton_probe import launched
 
@@ -67,3 +73,11 @@ def test_every_kernel_runs_on_the_device_of_its_tensors_for_any_number_of_sequen
             assert guarded == device, name
             assert grid[0] >= MANY, name
             assert all(programs <= MOST for programs in grid[1:]), name
+
+
+def test_rows_whose_offsets_pass_int32_are_brought_together():
+    far = torch.empty(128, 2**15, 8, 64, device="meta").permute(1, 2, 0, 3)
+    assert far.stride(2) == tiles_triton.FARTHEST
+    assert tiles_triton.straight(far).stride(2) == 64
+    assert tiles_triton.result_like(far, 64).stride(2) == 8 * 64
+    assert tiles_triton.result_like(far[1:], 64).stride(2) == (2**15 - 1) * 8 * 64
