@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, file_utils, trainer
+from fairseq import checkpoint_utils, file_utils, trainer, utils
 from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 from fairseq.data import bucket_pad_length_dataset, data_utils
 from fairseq.data.audio import raw_audio_dataset
@@ -372,6 +372,15 @@ def refuse_partial_scores() -> None:
     _replace_method(FairseqTask, "filter_indices_by_size", _filter_or_refuse)
 
 
+def refuse_a_missing_path() -> None:
+    """Let commands that read a checkpoint say in one sentence that --path is missing.
+
+    Break: fairseq-eval-lm, fairseq-validate and fairseq-interactive end with an error about None.
+    """
+    _replace(utils, "split_paths", _refuse_none)
+    _replace(checkpoint_utils, "load_model_ensemble_and_task", _refuse_none)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -391,6 +400,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     leave_the_process_group,
     silence_deprecations_of_hydra,
     refuse_partial_scores,
+    refuse_a_missing_path,
 )
 
 
@@ -508,6 +518,12 @@ def _broadcast_plain_config(original: Callable, obj: Any, *args: Any, **kwargs: 
 _BATCHES = "batches"
 """Key of ``train_iterator``, in memory only: what the batches of a checkpoint depend on."""
 _LIMITS = ("batch_size", "max_tokens", "required_batch_size_multiple")
+
+
+def _refuse_none(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    if args[:1] in ((None,), ([None],)):
+        refuse("pass --path with the checkpoint to read")
+    return original(*args, **kwargs)
 
 
 _RESUMED = ContextVar[Any]("resumed", default=None)

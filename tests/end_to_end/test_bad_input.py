@@ -8,6 +8,7 @@ import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from tests.end_to_end.commands import (
+    PLUGIN,
     SMALL,
     TRAINING,
     build,
@@ -75,6 +76,14 @@ def test_only_its_weights_can_start_a_training_with_another_encoding(corpus, tmp
         )
     assert train("first", rope).returncode == 0
     assert train("second", rope, other, "--finetune-from-model", last).returncode == 0
+
+
+@pytest.mark.parametrize("tool", ["eval_lm", "interactive"])
+def test_a_command_that_reads_a_checkpoint_asks_for_it(tool, corpus):
+    given = words([corpus.data, f"--user-dir {PLUGIN} --task language_modeling"])
+    ended = run_forked(f"fairseq_cli.{tool}", given)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("lrpe_fairseq: pass --path with the checkpoint to read\n")
 
 
 def test_data_without_a_dictionary_are_named_with_the_folder_that_has_one(tmp_path, capsys):
