@@ -67,8 +67,9 @@ class Overtime(Exception):
 class Setting:
     """The device, and sizes that suit it.
 
-    step_tokens: of a training step. On a GPU that of an update of the table `books`; a quarter of
-        it would be bound by kernel launches. shape, wide: options of the two models that differ.
+    step_tokens: tokens of a training step. On a GPU as many as in an update of the table `books`;
+        an H200 waits for kernel launches during half of a step of 16,384.
+    shape, wide: options of the two models that differ.
     """
 
     device: str

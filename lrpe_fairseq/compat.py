@@ -520,12 +520,6 @@ _BATCHES = "batches"
 _LIMITS = ("batch_size", "max_tokens", "required_batch_size_multiple")
 
 
-def _refuse_none(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    if args[:1] in ((None,), ([None],)):
-        refuse("pass --path with the checkpoint to read")
-    return original(*args, **kwargs)
-
-
 _RESUMED = ContextVar[Any]("resumed", default=None)
 """The configuration of the model whose training a checkpoint resumes, while it is loaded."""
 
@@ -607,6 +601,12 @@ def _refuse_batches(before: dict, now: dict, by_updates: bool) -> NoReturn:
         "the checkpoint was saved within an epoch that other batches cannot continue: resume with "
         f"{' and '.join(said)}, or add --reset-dataloader to start a new pass over the data"
     )
+
+
+def _refuse_none(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    if args[:1] in ((None,), ([None],)):
+        refuse("pass --path with the checkpoint to read")
+    return original(*args, **kwargs)
 
 
 def _state_with_masters(original: Callable, self: Any) -> dict:

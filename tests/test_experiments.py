@@ -350,6 +350,8 @@ def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permut
     newest = checkpoints.newest(tmp_path, 2)
     assert [path.name for path in newest] == ["checkpoint_1_20.pt", "checkpoint_1_100.pt"]
     checkpoints.average(newest, tmp_path / "mean.pt")
+    with pytest.raises(ValueError, match="is a folder; name a checkpoint in it"):
+        checkpoints.load(tmp_path)
     mean = checkpoints.load(tmp_path / "mean.pt")
     assert mean["model"]["weight"].tolist() == [5.5, 6.5]
     assert checkpoints.updates(mean) == 100

@@ -159,13 +159,14 @@ def test_sinusoidal_positions_extend_beyond_the_length_of_training(corpus):
     assert len(positions.weights) == 128 + 2
 
 
-def test_a_difference_is_in_nats_with_an_interval_over_blocks():
+def test_a_difference_is_in_nats_with_an_interval_over_blocks(caplog):
     bits = torch.tensor([1.0, 3.0, 2.0, 2.0, 6.0, 4.0]).double()
     found = scoring.differences(bits, 3)
     assert found["delta"] == pytest.approx(3 * math.log(2))
     assert found["delta_low"] == pytest.approx(2 * math.log(2))  # three times the least block
     assert 3 < found["delta_high"] / math.log(2) <= 5
     assert scoring.differences(bits, 3) == found
+    assert "over 3 blocks only" in caplog.text
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])

@@ -86,7 +86,7 @@ class Rotation(nn.Module):
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the result of :meth:`at`."""
         angles, device = self.angles, positions.device
-        if positions.is_floating_point() and not angles.requires_grad:  # in every layer and step
+        if positions.is_floating_point() and not angles.requires_grad:  # not cached
             angles = constant(tuple(angles.tolist()), exact_type(device), device)
         return phases(positions, angles, dtype)
 

@@ -388,7 +388,7 @@ def _gradient_of_gates(products: Tensor, across: Tensor, shape: _Shape) -> Tenso
 
 
 SIZES = ["T", "N", "H"]
-"""They take any value in one compiled form."""
+"""Arguments whose values are not compiled in."""
 
 
 @triton.jit

@@ -46,7 +46,7 @@ FARTHEST = 2**24
 
 
 def straight(x: Tensor) -> Tensor:
-    """Return ``x``, copied unless its rows are contiguous and kernels may reach 128 of them."""
+    """Return ``x``, copied if a row is not contiguous or rows are :data:`FARTHEST` apart."""
     return x if x.stride(-1) == 1 and x.stride(2) < FARTHEST else x.contiguous()
 
 
