@@ -108,7 +108,7 @@ def score_matrix(
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if encoding.spec.causal else lag.abs()
         exponent = log_decay.double()[:, None, None] * lag.unsqueeze(-3)
-        of_score = encoding.form(None, q.device).score_decay is not None
+        of_score = encoding.form(None, q_positions).score_decay is not None
         scores = scores * exponent.exp() if of_score else scores + exponent
     if gates is None:
         return scores

@@ -342,7 +342,7 @@ def test_the_score_encodings_of_the_recipe_decode_and_train(number, name, monkey
         part, state = module.attend(x[:, s : s + 1], None, state, True)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), whole)
-    assert (module.encoding.form((-6, 6), x.device).table is not None) == (name == "Ramp")
+    assert (module.encoding.form((-6, 6), torch.arange(7)).table is not None) == (name == "Ramp")
 
 
 def test_an_encoding_is_one_file_and_one_line(tmp_path):

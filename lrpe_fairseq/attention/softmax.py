@@ -131,7 +131,7 @@ def encoded_weights(
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
     lags = lags_between(queries, keys)
-    form = encoding.form(lags, keys.positions.device)
+    form = encoding.form(lags, queries.positions)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
 
 

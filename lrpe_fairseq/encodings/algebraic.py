@@ -226,11 +226,11 @@ class Algebraic(QueryKeyEncoding):
         each = (math.log(self.options.ape_decay),) * self.spec.num_heads
         return constant(each, torch.float32, torch.device(device))
 
-    def form(self, lags: Lags | None, device: torch.device) -> Form:
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return the decay of the score: per token on a line, else per step."""
         if self._decays and not self._on_line:
             return Form(factor=self._factor)
-        return Form(score_decay=self.log_decay(device))
+        return Form(score_decay=self.log_decay(positions.device))
 
     def _factor(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return ``ape_decay`` to the number of steps, float64 (T, S) or (B, T, S)."""

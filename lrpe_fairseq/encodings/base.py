@@ -285,10 +285,11 @@ class Encoding(Float32Module):
         """The factor of q k^T in softmax attention."""
         return self.content_scale * query_scale(self.spec)
 
-    def form(self, lags: Lags | None, device: torch.device) -> Form:
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return what the encoding does to the scores of one call of softmax attention.
 
         lags: the smallest and largest lag s - t, if attention has counted the positions; else None.
+        positions: int64 (T,) or (B, T) of the queries.
         """
         raise NotImplementedError
 
@@ -408,9 +409,9 @@ class QueryKeyEncoding(Encoding):
         q2, k2 = fold.turn(*planes, q_positions, k_positions)
         return q2.to(q.dtype), k2.to(k.dtype)
 
-    def form(self, lags: Lags | None, device: torch.device) -> Form:
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return the constant decay; see :meth:`Encoding.form`."""
-        return Form(decay=self.log_decay(device))
+        return Form(decay=self.log_decay(positions.device))
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -468,10 +469,10 @@ class ScoreEncoding(Encoding):
         own = cls.forward, cls.weigh
         cls.additive = own == (ScoreEncoding.forward, ScoreEncoding.weigh)
 
-    def form(self, lags: Lags | None, device: torch.device) -> Form:
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return a table of biases by lag, a bias, or functions; see :meth:`Encoding.form`."""
         if self.additive:
-            table = None if lags is None else self.bias_by_lag(*lags, device)
+            table = None if lags is None else self.bias_by_lag(*lags, positions.device)
             if table is None:
                 return Form(bias=self.bias, by_token=self.by_token)
             return Form(table=table)

@@ -1,16 +1,24 @@
 """FIRE (Li et al., 2024): a learned function of the lag relative to the query's position."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import LOWEST, Card, Properties
+from lrpe_fairseq.encodings.base import LOWEST, Card, Form, Properties
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.networks import linear
 from lrpe_fairseq.encodings.options import EncodingSpec, option
-from lrpe_fairseq.encodings.positions import BLOCKS, PositionCache, check_positions, known_range
+from lrpe_fairseq.encodings.positions import (
+    BLOCKS,
+    Lags,
+    PositionCache,
+    check_positions,
+    counted,
+    known_range,
+)
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
@@ -28,7 +36,8 @@ class FIRE(LagBias):
     layers of ``width`` with ReLU, initialized like ``nn.Linear``. Learned are f, c (initially 0.1)
     and a factor lambda of the threshold L = |lambda| ``fire_length`` (initially 1), in every layer,
     or once in all layers with ``fire_shared`` (FIRE-S). psi is float64; f has the precision of its
-    weights. f is evaluated once per lag if all queries are at positions s <= L, else once per pair.
+    weights. f is evaluated once per lag for the first queries, at positions s <= L, and once per
+    pair for those after them.
 
     Trap: for s > L the bias depends on s as well as on n. It is relative up to L only
     (:attr:`properties`).
@@ -83,32 +92,44 @@ class FIRE(LagBias):
         """Relative up to the position floor(L); beyond, the bias depends on the query's too."""
         return Properties(relative_up_to=int(self.threshold.detach()))
 
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
+        """Return a table by lag if it is known that every query is at s <= L, else a bias."""
+        relative = lags is not None and self._near(positions) == positions.shape[-1]
+        return super().form(lags if relative else None, positions)
+
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""
-        if self._all_below_threshold(q_positions):
-            return super().bias(q, k, q_positions, k_positions)
         check_positions(q_positions, q), check_positions(k_positions, k)
+        near = self._near(q_positions)
+        if near == q_positions.shape[-1]:
+            return super().bias(q, k, q_positions, k_positions)
         pairs = k_positions.shape[-1] * q_positions[..., :1].numel()
         rows = max(1, BLOCK // (max(1, pairs) * self.width))
         blocks = [
             self._of_pairs(part.unsqueeze(-1), k_positions.unsqueeze(-2)).to(q.dtype)
-            for part in q_positions.split(rows, -1)
+            for part in q_positions[..., near:].split(rows, -1)
         ]
-        return torch.cat(blocks, -3).movedim(-1, -3)
+        found = torch.cat(blocks, -3).movedim(-1, -3)
+        if not near:
+            return found
+        first, _ = known_range(q_positions)
+        before = counted(first + near, q_positions.device, first)
+        return torch.cat([super().bias(q[..., :near, :], k, before, k_positions), found], -2)
 
-    def bias_by_lag(self, first: int, last: int, device: torch.device) -> None:
-        """Return None: beyond L the bias depends on the query's position too."""
-        return None
-
-    def _all_below_threshold(self, q_positions: Tensor) -> bool:
-        """True if it is known that every query is at s <= L; False if L is NaN."""
+    def _near(self, q_positions: Tensor) -> int:
+        """Return how many of the first queries are known to be at s <= L; 0 if L is NaN."""
+        count = q_positions.shape[-1]
         if q_positions.numel() == 0 or not has_values(q_positions, self.threshold_factor):
-            return False
-        if (known := known_range(q_positions)) is None:
+            return 0
+        limit, known = self.threshold.detach().item(), known_range(q_positions)
+        if known is None:
             last = self._last.get(q_positions, None, lambda: int(q_positions.max()))
-        else:
-            _, last = known
-        return last <= self.threshold.detach().item()
+            return count if last <= limit else 0
+        first, last = known
+        if last <= limit:
+            return count
+        in_order = q_positions.dim() == 1 and last - first == count - 1
+        return max(0, math.floor(limit) - first + 1) if in_order and limit >= 0 else 0
 
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return the bias of every lag (..., H) for queries at s <= L."""

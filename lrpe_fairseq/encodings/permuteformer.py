@@ -85,9 +85,9 @@ class PermuteFormer(QueryKeyEncoding):
             return None
         return constant(log_ratios(self.spec.num_heads), torch.float32, torch.device(device))
 
-    def form(self, lags: Lags | None, device: torch.device) -> Form:
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return the decay of the score; see :meth:`Encoding.form`."""
-        return Form(score_decay=self.log_decay(device))
+        return Form(score_decay=self.log_decay(positions.device))
 
 
 @cache

@@ -36,7 +36,7 @@ class StickBreaking(ScoreEncoding):
         source="[Tan et al. (2025)](https://arxiv.org/abs/2410.17980)",
     )
 
-    def form(self, lags: Lags | None, device: torch.device) -> Form:
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return :meth:`weigh`, marked as shares."""
         return Form(weigh=self.weigh, shares=True)
 

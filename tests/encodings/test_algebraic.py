@@ -380,17 +380,17 @@ def test_codes_from_arities_are_those_of_a_recursive_enumeration(order):
 
 
 def test_the_locality_factor_counts_steps_in_every_domain():
-    at, cpu = torch.tensor([0, 1, 2, 5, 6]), torch.device("cpu")
+    at = torch.tensor([0, 1, 2, 5, 6])
 
     def steps(components, **options):
-        factor = build(components, ape_decay=0.5, **options).form(None, cpu).factor
+        factor = build(components, ape_decay=0.5, **options).form(None, torch.arange(1)).factor
         return (-factor(at[:2], at).log2()).tolist()
 
     assert steps("tree2") == [[0, 1, 1, 2, 2], [1, 0, 2, 3, 3]]
     assert steps("cycle7")[0] == [0, 1, 2, 2, 1]
     assert steps("sequence+cycle7")[0] == [0, 2, 4, 7, 7]
     assert steps("sequence+sequence", grid_width=4)[0] == [0, 1, 2, 2, 3]
-    form = build("sequence", ape_decay=0.5).form(None, cpu)
+    form = build("sequence", ape_decay=0.5).form(None, torch.arange(1))
     assert form.factor is None
     torch.testing.assert_close(form.score_decay.exp(), torch.full((HEADS,), 0.5))
 
@@ -408,7 +408,7 @@ def test_the_locality_factor_multiplies_the_score(name, causal):
     q, k, v = module._project(x)
     factor = 0.8 ** (at[:, None] - at).abs()
     if name == "ape-tree":
-        factor = module.encoding.form(None, q.device).factor(at, at)
+        factor = module.encoding.form(None, at).factor(at, at)
     scores = score_matrix(module_of("softmax", 1.0).encoding, q * D**-0.5, k, at, at) * factor
     hidden = torch.ones(6, 6).triu(1).bool() & causal
     wanted = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v

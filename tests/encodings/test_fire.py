@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, fire
+from lrpe_fairseq.encodings.positions import counted
 from tests.encodings.lags import assert_same_with_gradients, bias_of, loop_bias
 
 
@@ -39,16 +40,21 @@ def test_the_bias_and_its_gradients_are_those_of_the_equation(length, layers, st
     assert_same_with_gradients(found, expected, encoding.parameters())
 
 
-def test_the_form_by_lag_equals_the_form_by_pair():
-    encoding, at = build(fire_length=40), torch.arange(41)
-    fast = bias_of(encoding, at, at)
-    with mock.patch.object(fire.FIRE, "of_lag", side_effect=AssertionError):
-        with mock.patch.object(fire.FIRE, "_all_below_threshold", return_value=False):
-            slow = bias_of(encoding, at, at)
-        bias_of(encoding, at + 1, at)  # one query is at 41 > L
-        with pytest.raises(AssertionError):
-            bias_of(encoding, at, at)
-    torch.testing.assert_close(fast, slow, rtol=1e-13, atol=1e-13)
+@pytest.mark.parametrize(
+    ("first", "length", "near"), [(0, 41, 41), (0, 60, 41), (39, 60, 2), (41, 60, 0)]
+)
+def test_the_form_by_lag_equals_the_form_by_pair(first, length, near):
+    encoding, cpu = build(fire_length=40), torch.device("cpu")
+    at, keys = counted(length, cpu, first), counted(length, cpu)
+    with torch.no_grad():  # L = 40.4: at s = L the gradient of the maximum is not unique
+        encoding.threshold_factor.fill_(1.01)
+    assert encoding._near(at) == near
+    assert (encoding.form((1 - length, length - 1), at).table is not None) == (near == len(at))
+    fast = bias_of(encoding, at, keys)
+    assert encoding._near(at.clone()) == (near if near == len(at) else 0)  # they are read
+    with mock.patch.object(fire.FIRE, "_near", return_value=0):
+        slow = bias_of(encoding, at, keys)
+    assert_same_with_gradients(fast, slow, encoding.parameters())
 
 
 def test_it_starts_like_the_published_code():
