@@ -61,14 +61,15 @@ class Family(NamedTuple):
 
 def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Yield every form of flash attention, and widths of complex features and of wide heads."""
-    table, factor = (torch.zeros(HEADS, 2 * TIME - 1).requires_grad_() for _ in range(2))
+    table = torch.zeros(HEADS, 2 * TIME - 1).requires_grad_()
     c, d = (torch.zeros(1, HEADS, TIME, dtype=torch.float64).requires_grad_() for _ in range(2))
     numbers = torch.zeros(1, TIME, dtype=torch.int32)
     lags = {"long": TIME, "short": 32}
     own = {n: torch.zeros(1, HEADS, TIME, x, dtype=dtype).requires_grad_() for n, x in lags.items()}
     terms = {
         "table": {"table": table, "first_lag": 1 - TIME},
-        "factor": {"factor": factor, "first_lag": 1 - TIME},
+        "decay": {"decay": torch.zeros(HEADS)},
+        "score-decay": {"score_decay": torch.zeros(HEADS)},
         "gates": {"gates": (c, d)},
         "query": {"by_query": own["long"]},
         "clipped-query": {"by_query": own["short"]},

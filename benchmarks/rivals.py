@@ -46,13 +46,16 @@ def forms(device: str) -> dict[str, Form]:
     """Return the forms that the device can run, most important first."""
     sums = partial(linear_attention, causal=True, normalizer="none")
     exact_sums = partial(linear_attention_naive, causal=True, normalizer="none")
-    table, gates, plain = (partial(_defined, kind) for kind in ("table", "gates", ""))
+    table, gates, decay, plain = (
+        partial(_defined, kind) for kind in ("table", "gates", "decay", "")
+    )
     full = partial(plain, causal=False)
     found = {
         "sdpa": Form(attention.sdpa, plain),
         "linear": Form(attention.ours, attention.naive, features=True),
         "linear, sums": Form(sums, exact_sums, features=True),
         "flash, table": Form(partial(_flash, "table"), table, extra="table"),
+        "flash, decay": Form(partial(_flash, "decay"), decay),
         "flash, gates": Form(partial(_flash, "gates"), gates, extra="gates"),
         "flash": Form(partial(_flash, ""), plain),
         "sdpa, full": Form(F.scaled_dot_product_attention, full, "sdpa, full"),
@@ -96,8 +99,7 @@ def inputs(
         q, k = F.elu(q) + 1, F.elu(k) + 1
     given = [x.to(dtype) for x in (q, k, v, grad)]
     if form.extra == "table":
-        slopes = 2.0 ** -torch.arange(1, heads + 1, device=device)
-        given.append(-slopes[:, None] * torch.arange(length, device=device))
+        given.append(_decay(given[0])[:, None] * torch.arange(length, device=device))
     if form.extra == "gates":
         given.append(F.logsigmoid(normal(batch, heads, length) + 3))
     return given
@@ -127,10 +129,17 @@ def error(form: Form, device: str, dtype: torch.dtype) -> float:
 # --- forms -------------------------------------------------------------------------------------
 
 
-def _extra(kind: str, extra: tuple[Tensor, ...]) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+def _decay(q: Tensor) -> Tensor:
+    """Return the decay of ALiBi for every head of q (B, H, T, D)."""
+    return -(2.0 ** -torch.arange(1, q.shape[1] + 1, device=q.device))
+
+
+def _extra(
+    kind: str, q: Tensor, extra: tuple[Tensor, ...]
+) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
     """Return the argument of flash attention."""
-    if not kind:
-        return {}
+    if not extra:
+        return {"decay": _decay(q)} if kind else {}
     sums = extra[0].double().cumsum(-1) if kind == "gates" else None
     return {"table": extra[0]} if sums is None else {"gates": (sums, sums)}
 
@@ -140,13 +149,13 @@ def _defined(
 ) -> Tensor:
     """Softmax attention by its definition."""
     options = {"causal": causal, "scale": q.shape[-1] ** -0.5}
-    return flash.definition(q, k, v, **options, **_extra(kind, extra))
+    return flash.definition(q, k, v, **options, **_extra(kind, q, extra))
 
 
 def _flash(kind: str, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
     """Our flash kernel; on a CPU its definition."""
     form = loader.triton_kernels(FLASH).flash_attention if q.is_cuda else flash.definition
-    return form(q, k, v, causal=True, scale=q.shape[-1] ** -0.5, **_extra(kind, extra))
+    return form(q, k, v, causal=True, scale=q.shape[-1] ** -0.5, **_extra(kind, q, extra))
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ FLASH_BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2
 LONG = {
     "causal": {"T": 1000, "D": 64, "E": 64, "H": 4, "table": True, "gates": True},
     "full": {"T": 1000, "D": 64, "E": 64, "causal": False, "padding": True, "dropout": 0.1},
-    "complex": {"T": 500, "D": 128, "E": 64, "factor": True, "window": 200},
+    "complex": {"T": 500, "D": 128, "E": 64, "decays": "score_decay", "window": 200},
     "widest": {"T": 300, "D": 256, "E": 128, "table": True, "gates": True, "dropout": 0.1},
 }
 

@@ -228,7 +228,9 @@ def _flash(
 
 
 def _is_data(form: Form) -> bool:
-    """True if tables, decays or biases of every token, without others, say what the form does."""
+    """True if tables, fixed decays or biases of every token, without others, say what it does."""
+    if any(x is not None and x.requires_grad for x in (form.decay, form.score_decay)):
+        return False
     if form.by_token is not None:
         return form == Form(bias=form.bias, by_token=form.by_token)
     return form._replace(table=None, decay=None, score_decay=None) == Form()
@@ -292,19 +294,10 @@ def _in_half_on_gpu(q: Tensor) -> bool:
 
 
 def _by_slot(call: Call) -> dict[str, Any]:
-    """Return biases and factors by lag, (H, R) float32, and the smallest lag."""
-    form, (first, last) = call.form, call.lags
-    decays = form.decay, form.score_decay
-    device = next((x.device for x in (form.table, *decays) if x is not None), None)
-    if device is None:
-        return {}
-    lag = torch.arange(first, last + 1, device=device)
-    lag = lag.clamp_min(0) if call.causal else lag.abs()
-    table, factor = (None if d is None else d.float().unsqueeze(-1) * lag for d in decays)
-    if form.table is not None:
-        table = form.table.float() if table is None else form.table.float() + table
-    factor = None if factor is None else factor.exp()
-    return {"table": table, "factor": factor, "first_lag": first}
+    """Return the biases by lag (H, R), the smallest lag, and the decays (H,), all float32."""
+    found = {name: getattr(call.form, name) for name in ("table", "decay", "score_decay")}
+    found = {name: x.float() for name, x in found.items() if x is not None}
+    return found | ({"first_lag": call.lags[0]} if "table" in found else {})
 
 
 def _by_token(

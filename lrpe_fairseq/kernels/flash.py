@@ -1,13 +1,13 @@
 """Softmax attention whose scores depend on the lag, on gates, and on masks of tokens.
 
-    score_ij  = scale f[n] q_i . k_j + b[n] + x_i[n] + y_j[n] + min(c_i - d_j, 0)
+    score_ij  = scale exp(r |n|) q_i . k_j + a |n| + b[n] + x_i[n] + y_j[n] + min(c_i - d_j, 0)
     weight_ij = softmax over the visible keys j, then dropout;      o_i = sum_j weight_ij v_j
 
-n = (slot of i) - j is the lag. b (``table``) and f (``factor``) are values by lag for every head, x
-(``by_query``) and y (``by_key``) also for every token; c and d (``gates``) are sums of log gates.
-The slot of query i is i, or S - T + i in causal attention, where the queries are the last T of S
-keys. :func:`definition` computes this with all scores in memory. The fast form is
-``flash_triton.flash_attention``, with the same arguments.
+n = (slot of i) - j is the lag. a (``decay``) and r (``score_decay``) are numbers for every head, b
+(``table``) are values by lag for every head, x (``by_query``) and y (``by_key``) also for every
+token; c and d (``gates``) are sums of log gates. The slot of query i is i, or S - T + i in causal
+attention, where the queries are the last T of S keys. :func:`definition` computes this with all
+scores in memory. The fast form is ``flash_triton.flash_attention``, with the same arguments.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, R lags of a table,
 C lags of x and y.
@@ -32,7 +32,8 @@ def definition(
     scale: float,
     table: Tensor | None = None,
     first_lag: int = 0,
-    factor: Tensor | None = None,
+    decay: Tensor | None = None,
+    score_decay: Tensor | None = None,
     gates: Pair | None = None,
     by_query: Tensor | None = None,
     by_key: Tensor | None = None,
@@ -48,7 +49,7 @@ def definition(
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E).
         causal: True if a query sees no later key.
         table: biases by lag, (H, R); the column of lag n is n - first_lag. None for 0.
-        factor: factors by lag, (H, R), with the lags of ``table``. None for 1.
+        decay, score_decay: log decays per token of the weights and of q . k, (H,). None for 0.
         gates: sums c (B, H, T) of the queries and d (B, H, S) of the keys, float64. In causal
             attention c_i <= d_j for every visible key.
         by_query, by_key: biases by lag of every token, (B, H, T, C) and (B, H, S, C); the column of
@@ -60,12 +61,16 @@ def definition(
         seed: int64 with one element, which determines the dropped weights; see :func:`kept`.
     Returns: (B, H, T, E). A query without a visible key gets zeros.
     """
-    check(q, k, causal, (table, factor), first_lag, window)
+    check(q, k, causal, window, table, first_lag, decay, score_decay)
     check_own(q, k, by_query, by_key)
     lag = lags(q, k, causal)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT * scale
-    scores = _with_lags(scores, lag - first_lag, table, factor, by_query, by_key)
+    if score_decay is not None:
+        scores = scores * torch.exp(score_decay[:, None, None] * lag.abs())
+    if decay is not None:
+        scores = scores + decay[:, None, None] * lag.abs()
+    scores = _with_lags(scores, lag - first_lag, table, by_query, by_key)
     if gates is not None:
         difference = gates[0].unsqueeze(-1) - gates[1].unsqueeze(-2)
         scores = scores + difference.clamp_max(0.0).to(scores.dtype)
@@ -79,13 +84,10 @@ def _with_lags(
     scores: Tensor,
     columns: Tensor,
     table: Tensor | None,
-    factor: Tensor | None,
     by_query: Tensor | None,
     by_key: Tensor | None,
 ) -> Tensor:
-    """Return scores (B, H, T, S) with the terms that depend on the lag, by column (T, S)."""
-    if factor is not None:
-        scores = scores * of_lags(factor, columns)
+    """Return scores (B, H, T, S) with the values by lag, by column (T, S)."""
     if table is not None:
         scores = scores + of_lags(table, columns)
     if by_query is not None:
@@ -175,25 +177,30 @@ def check(
     q: Tensor,
     k: Tensor,
     causal: bool,
-    tables: tuple[Tensor | None, ...],
-    first_lag: int,
     window: int | None,
+    table: Tensor | None = None,
+    first_lag: int = 0,
+    *decays: Tensor | None,
 ) -> None:
-    """Raise ValueError for a window that is not causal, and for tables of other lags or heads."""
+    """Raise ValueError for a window that is not causal, and for a table or decays of other heads
+    or lags."""
     if window is not None and (not causal or window < 1):
         raise ValueError(f"a window needs causal attention and at least one key, got {window}")
     last = q.shape[2] - 1 + offset_of(q, k, causal)
     first = 0 if causal else 1 - k.shape[2]
     last = last if window is None else min(last, window - 1)
-    shapes = {tuple(table.shape) for table in tables if table is not None}
-    if len(shapes | {(q.shape[1], *x[1:]) for x in shapes}) > 1:
-        raise ValueError(f"tables by lag must be ({q.shape[1]}, lags), not {sorted(shapes)}")
-    for _, count in shapes:
-        if not first_lag <= first <= last < first_lag + count:
-            raise ValueError(
-                f"a table by lag has lags {first_lag} to {first_lag + count - 1}, but "
-                f"attention needs {first} to {last}"
-            )
+    heads = q.shape[1]
+    if any(x is not None and x.shape != (heads,) for x in decays):
+        raise ValueError(f"decays must be ({heads},), one number for every head")
+    if table is None:
+        return
+    if table.dim() != 2 or len(table) != heads:
+        raise ValueError(f"a table by lag must be ({heads}, lags), not {tuple(table.shape)}")
+    if not first_lag <= first <= last < first_lag + table.shape[1]:
+        raise ValueError(
+            f"a table by lag has lags {first_lag} to {first_lag + table.shape[1] - 1}, but "
+            f"attention needs {first} to {last}"
+        )
 
 
 def check_own(q: Tensor, k: Tensor, by_query: Tensor | None, by_key: Tensor | None) -> None:

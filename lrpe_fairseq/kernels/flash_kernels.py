@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from lrpe_fairseq.kernels.flash_tiles import (
-    LOG2E,
     delta_of,
     dot,
+    in_log2,
     kept,
     key_term_gradients,
     key_tiles,
@@ -42,15 +42,16 @@ NUMBERS += ["count", "least", *STRIDES]
 @triton.jit(do_not_specialize=NUMBERS)
 def output_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
-    q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
+    table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot,
     T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
-    BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
-    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
+    SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
+    CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute o (B, H, T, E) and the log2 of the softmax's sums, lse (L, T), inf without a key."""
     m, b, h, sequence = place(T, BM, H)
@@ -65,14 +66,15 @@ def output_kernel(
             k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
             s = scored(
                 dot(q, tl.trans(k)), m, n, b, h, sequence,
-                table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
-                padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
-                offset, window, scale, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED, BY_QUERY,
-                BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, part == 0, False,
+                table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+                by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
+                offset, window, scale, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE, DECAY, SCORE_DECAY,
+                GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, part == 0, False,
             )  # fmt: skip
             v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
-            higher = tl.maximum(top, tl.max(s, 1) * LOG2E)
-            p = tl.exp2(s * LOG2E - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
+            unit = in_log2(scale, PLAIN)
+            higher = tl.maximum(top, tl.max(s, 1) * unit)
+            p = tl.exp2(s * unit - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
             shrink = tl.exp2(top - tl.where(higher == float("-inf"), 0.0, higher))
             total, top = total * shrink + tl.sum(p, 1), higher
             if DROPS:
@@ -88,15 +90,16 @@ def output_kernel(
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dgate_ptr, dquery_ptr,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
-    q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
+    table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt,
     T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
-    BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
-    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
+    SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
+    CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute dq (B, H, T, D), delta (L, T), the gradients of gates (L, T), unless CAUSAL, and of
     biases of every query (L, T, C)."""
@@ -118,16 +121,17 @@ def query_gradient_kernel(
             _, ds = tile_gradient(
                 dot(q, tl.trans(k)),
                 dot(grad, tl.trans(v)),
-                lse[:, None], delta[:, None], m, n, b, h, sequence, table_ptr, factor_ptr,
-                q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr, q_segment_ptr,
-                k_segment_ptr, seed_ptr, T, S, R, first_lag, C, C0, offset, window,
-                threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED,
-                BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, DROPS, part == 0, False,
+                lse[:, None], delta[:, None], m, n, b, h, sequence, table_ptr, decay_ptr,
+                score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
+                q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C, C0, offset, window,
+                threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE, DECAY,
+                SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, DROPS,
+                part == 0, False,
             )  # fmt: skip
             ds, dgate, low, high = query_term_gradients(
-                ds, dgate, low, high, m, n, h, sequence, dquery_ptr, factor_ptr, q_gate_ptr,
-                k_gate_ptr, T, S, R, first_lag, C, C0, offset, BM, BN, CAUSAL, FACTOR,
-                GATED, BY_QUERY, CLIPPED, EXACT,
+                ds, dgate, low, high, m, n, h, sequence, dquery_ptr, score_decay_ptr, q_gate_ptr,
+                k_gate_ptr, T, S, C, C0, offset, BM, BN, CAUSAL, SCORE_DECAY, GATED, BY_QUERY,
+                CLIPPED, EXACT,
             )  # fmt: skip
             dq += dot(ds.to(k.dtype), k)
     store_rows(dq_ptr + (b * pb + h * ph) * UNIT, dq * scale, m * BM, pt * UNIT, T, D, BM, DP)
@@ -139,15 +143,16 @@ def query_gradient_kernel(
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dgate_ptr, dtable_ptr,
-    dfactor_ptr, dkey_ptr, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
-    padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb, kh, kt, vb, vh,
-    vt, gb, gh, gt, ob, oh, ot, pb, ph, pt, T, S, H, R, first_lag, C, C0, offset, window, threshold,
-    count, least, scale, inverse, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    dkey_ptr, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+    by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb,
+    kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt, T, S, H, R, first_lag, C, C0, offset,
+    window, threshold, count, least, scale, inverse, D: tl.constexpr, E: tl.constexpr,
+    DP: tl.constexpr,
     EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr,
-    BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
-    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr, SPLIT: tl.constexpr,
-    TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
+    WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
+    SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
+    CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPS: tl.constexpr, SPLIT: tl.constexpr, TABLE_LEARNS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv, and gradients of gates (L, S) and terms by lag (L, N, count), (L, S, C)."""
     n, b, h, sequence = place(S, BN, H)
@@ -155,7 +160,7 @@ def key_gradient_kernel(
     v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
     dk, dv = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, EP), tl.float32)
     dgate, carry = tl.zeros((BN,), tl.float32), tl.zeros((BM,), tl.float32)
-    carried, low, high = carry, dgate, dgate
+    low, high = dgate, dgate
     first, full, last = query_tiles(
         n, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
     )
@@ -168,23 +173,23 @@ def key_gradient_kernel(
             product, delta = dot(k, tl.trans(q)), load_vector(delta_ptr, sequence, m, T, 0.0, BM)
             p, ds = tile_gradient(
                 product, dot(v, tl.trans(grad)), lse[None, :], delta[None, :], m, n, b, h, sequence,
-                table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
-                padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C, C0,
-                offset, window, threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR,
-                GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, DROPS, part == 0, True,
+                table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+                by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag,
+                C, C0, offset, window, threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, PLAIN,
+                TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
+                SEGMENTS, DROPS, part == 0, True,
             )  # fmt: skip
             dv += dot(p.to(grad.dtype), grad)
-            ds, dgate, carry, carried, low, high = key_term_gradients(
-                ds, product * scale, dgate, carry, carried, low, high, m, n, h, sequence,
-                dtable_ptr + at, dfactor_ptr + at, dkey_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, T,
-                S, R, first_lag, C, C0, offset, BM, BN, CAUSAL, FACTOR, GATED, BY_KEY, CLIPPED,
-                EXACT, TABLE_LEARNS, FACTOR_LEARNS)  # fmt: skip
+            ds, dgate, carry, low, high = key_term_gradients(
+                ds, dgate, carry, low, high, m, n, h, sequence, dtable_ptr + at, dkey_ptr,
+                score_decay_ptr, q_gate_ptr, k_gate_ptr, T, S, C, C0, offset, BM, BN, CAUSAL,
+                SCORE_DECAY, GATED, BY_KEY, CLIPPED, EXACT, TABLE_LEARNS)  # fmt: skip
             dk += dot(ds.to(q.dtype), q)
     store_rows(dk_ptr + (b * ob + h * oh) * UNIT, dk * scale, n * BN, ot * UNIT, S, D, BN, DP)
     store_rows(dv_ptr + (b * pb + h * ph) * UNIT, dv * inverse, n * BN, pt * UNIT, S, E, BN, EP)
     store_term_gradients(
-        dgate, carry, carried, n, sequence, first, last, dgate_ptr, dtable_ptr + at,
-        dfactor_ptr + at, S, BM, BN, GATED, TABLE_LEARNS, FACTOR_LEARNS)  # fmt: skip
+        dgate, carry, n, sequence, first, last, dgate_ptr, dtable_ptr + at, S, BM, BN, GATED,
+        TABLE_LEARNS)  # fmt: skip
     store_own_ends(dkey_ptr, low, high, n * BN, S, sequence, C, BN, BY_KEY, CLIPPED)
 
 

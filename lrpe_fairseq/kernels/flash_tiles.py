@@ -173,27 +173,46 @@ def log_decay(
 
 
 @triton.jit
+def in_log2(scale, PLAIN: tl.constexpr):
+    """Return the factor by which the result of :func:`scored` is an exponent of 2."""
+    return scale * LOG2E if PLAIN else LOG2E
+
+
+@triton.jit
+def of_lags(m, n, factor, offset, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
+    """Return factor times the lags of the pairs of a tile, float32."""
+    i, j = pairs(0, 0, BM, BN, TURNED)
+    first = (m * BM - n * BN + offset).to(tl.float32)
+    return factor * (i.to(tl.float32) + first) - factor * j.to(tl.float32)
+
+
+@triton.jit
 def scored(
     product, m, n, b, h, sequence,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr,
     T, S, R, first_lag, C, C0, offset, window, scale,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr,
-    BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr,
-    SEGMENTS: tl.constexpr, EDGE: tl.constexpr, TURNED: tl.constexpr,
+    PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr, SCORE_DECAY: tl.constexpr,
+    GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr,
+    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, EDGE: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Return the scores of a tile from its products q . k, -inf where hidden.
 
-    EDGE: False if every query of the tile sees every key.
+    EDGE: False if every query of the tile sees every key. PLAIN: the scores are without ``scale``,
+    which :func:`in_log2` applies.
     """
     i, j = pairs(m, n, BM, BN, TURNED)
-    s = product * scale
-    column = i - j + (h * R + offset - first_lag)
-    if FACTOR:
-        s *= tl.load(factor_ptr + column)
+    s = product if PLAIN else product * scale
+    s = decayed(s, score_decay_ptr, m, n, h, offset, BM, BN, SCORE_DECAY, CAUSAL, TURNED)
     if TABLE:
-        s += tl.load(table_ptr + column)
+        near, far = pairs(0, 0, BM, BN, TURNED)
+        table_ptr += h * R + offset - first_lag + m * BM - n * BN
+        s += tl.load(table_ptr + (near.to(tl.int64) - far.to(tl.int64)))
+    if DECAY:
+        log = of_lags(m, n, tl.load(decay_ptr + h), offset, BM, BN, TURNED)
+        s += log if CAUSAL else -tl.abs(log)
     if BY_QUERY:
         s = with_own(
             s, by_query_ptr, i, m * BM, T, m, n, sequence, C, offset - C0,
@@ -232,13 +251,14 @@ def kept(seed_ptr, sequence, m, n, threshold, BM: tl.constexpr, BN: tl.constexpr
 @triton.jit
 def tile_gradient(
     product, dp, lse, delta, m, n, b, h, sequence,
-    table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr,
     T, S, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    TABLE: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr,
-    BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr,
-    SEGMENTS: tl.constexpr, DROPS: tl.constexpr, EDGE: tl.constexpr, TURNED: tl.constexpr,
+    PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr, SCORE_DECAY: tl.constexpr,
+    GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr,
+    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
+    EDGE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile, 0 where dropped, and the gradient of its scores.
 
@@ -246,12 +266,12 @@ def tile_gradient(
     lack dropout's factor ``inverse``.
     """
     s = scored(
-        product, m, n, b, h, sequence, table_ptr, factor_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
-        by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
-        offset, window, scale, BM, BN, CAUSAL, WINDOWED, TABLE, FACTOR, GATED, BY_QUERY, BY_KEY,
-        CLIPPED, EXACT, PADDED, SEGMENTS, EDGE, TURNED,
+        product, m, n, b, h, sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr,
+        k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
+        T, S, R, first_lag, C, C0, offset, window, scale, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE,
+        DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, EDGE, TURNED,
     )  # fmt: skip
-    p = tl.exp2(s * LOG2E - lse)
+    p = tl.exp2(s * in_log2(scale, PLAIN) - lse)
     if DROPS:
         keep = kept(seed_ptr, sequence, m, n, threshold, BM, BN)
         if TURNED:
@@ -278,15 +298,18 @@ def gate_gradient(
 
 
 @triton.jit
-def through_factor(
-    ds, factor_ptr, m, n, h, R, first_lag, offset,
-    BM: tl.constexpr, BN: tl.constexpr, FACTOR: tl.constexpr, TURNED: tl.constexpr,
+def decayed(
+    x, score_decay_ptr, m, n, h, offset, BM: tl.constexpr, BN: tl.constexpr,
+    SCORE_DECAY: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of scale q . k from that of the scores."""
-    if FACTOR:
-        i, j = pairs(m, n, BM, BN, TURNED)
-        ds *= tl.load(factor_ptr + (i - j + (h * R + offset - first_lag)))
-    return ds
+    """Return scale q . k, or its gradient, after the decay of the scores.
+
+    Factors of hidden pairs are at most 1, because 0 times infinity is no gradient.
+    """
+    if SCORE_DECAY:
+        log = of_lags(m, n, tl.load(score_decay_ptr + h) * LOG2E, offset, BM, BN, TURNED)
+        x *= tl.exp2(tl.minimum(log, 0.0) if CAUSAL else -tl.abs(log))
+    return x
 
 
 @triton.jit
@@ -309,9 +332,9 @@ def add_lags(
 
 @triton.jit
 def query_term_gradients(
-    ds, dgate, low, high, m, n, h, sequence, dquery_ptr, factor_ptr, q_gate_ptr, k_gate_ptr,
-    T, S, R, first_lag, C, C0, offset,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, FACTOR: tl.constexpr,
+    ds, dgate, low, high, m, n, h, sequence, dquery_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr,
+    T, S, C, C0, offset,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, SCORE_DECAY: tl.constexpr,
     GATED: tl.constexpr, BY_QUERY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add what a tile contributes to the gradients of gates and of the biases of every query.
@@ -326,24 +349,24 @@ def query_term_gradients(
         dgate += gate_gradient(
             ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, False
         )
-    ds = through_factor(ds, factor_ptr, m, n, h, R, first_lag, offset, BM, BN, FACTOR, False)
+    ds = decayed(ds, score_decay_ptr, m, n, h, offset, BM, BN, SCORE_DECAY, CAUSAL, False)
     return ds, dgate, low, high
 
 
 @triton.jit
 def key_term_gradients(
-    ds, product, dgate, carry, carried, low, high, m, n, h, sequence,
-    dtable_ptr, dfactor_ptr, dkey_ptr, factor_ptr, q_gate_ptr, k_gate_ptr,
-    T, S, R, first_lag, C, C0, offset,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, FACTOR: tl.constexpr,
+    ds, dgate, carry, low, high, m, n, h, sequence,
+    dtable_ptr, dkey_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr,
+    T, S, C, C0, offset,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, SCORE_DECAY: tl.constexpr,
     GATED: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
-    TABLE_LEARNS: tl.constexpr, FACTOR_LEARNS: tl.constexpr,
+    TABLE_LEARNS: tl.constexpr,
 ):  # fmt: skip
-    """Add what a turned tile contributes to the gradients of gates, table, factor and the biases of
-    every key.
+    """Add what a turned tile contributes to the gradients of gates, table and the biases of every
+    key.
 
-    product: scale q . k. Returns: its gradient, that of the keys' gates, two carries, and the sums
-    of two columns.
+    Returns: the gradient of scale q . k, that of the keys' gates, the carry, and the sums of two
+    columns.
     """
     low, high = own_gradient(
         dkey_ptr, low, high, ds, n * BN, S, m, n, sequence, C, offset - C0,
@@ -354,26 +377,22 @@ def key_term_gradients(
             ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, True
         )
     carry = add_lags(dtable_ptr, carry, ds, m, BM, BN, TABLE_LEARNS)
-    carried = add_lags(dfactor_ptr, carried, ds * product, m, BM, BN, FACTOR_LEARNS)
-    ds = through_factor(ds, factor_ptr, m, n, h, R, first_lag, offset, BM, BN, FACTOR, True)
-    return ds, dgate, carry, carried, low, high
+    ds = decayed(ds, score_decay_ptr, m, n, h, offset, BM, BN, SCORE_DECAY, CAUSAL, True)
+    return ds, dgate, carry, low, high
 
 
 @triton.jit
 def store_term_gradients(
-    dgate, carry, carried, n, sequence, first, last, dgate_ptr, dtable_ptr, dfactor_ptr, S,
+    dgate, carry, n, sequence, first, last, dgate_ptr, dtable_ptr, S,
     BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, TABLE_LEARNS: tl.constexpr,
-    FACTOR_LEARNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a tile's gates, and the carries of its last query tile, if any."""
+    """Write the gradients of a tile's gates, and the carry of its last query tile, if any."""
     r = tl.arange(0, BM)
     at, some = last * BM + r, first + 0 * r < last
     if GATED:
         store_vector(dgate_ptr, dgate, sequence, n, S, BN)
     if TABLE_LEARNS:
         tl.store(dtable_ptr + at, carry, mask=some)
-    if FACTOR_LEARNS:
-        tl.store(dfactor_ptr + at, carried, mask=some)
 
 
 @triton.jit

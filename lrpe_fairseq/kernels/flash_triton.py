@@ -76,7 +76,8 @@ def flash_attention(
     scale: float,
     table: Tensor | None = None,
     first_lag: int = 0,
-    factor: Tensor | None = None,
+    decay: Tensor | None = None,
+    score_decay: Tensor | None = None,
     gates: flash.Pair | None = None,
     by_query: Tensor | None = None,
     by_key: Tensor | None = None,
@@ -88,22 +89,23 @@ def flash_attention(
 ) -> Tensor:
     """Compute :func:`flash.definition`, with the same arguments, in the dtype of q, k and v.
 
-    Gradients: of all but masks and seed, the same bits in every run. ``seed`` None means a number
-    from torch's generator of the device. The result lies in memory as q does, heads inside.
+    Gradients: of all but decays, masks and seed, the same bits in every run. ``seed`` None means a
+    number from torch's generator of the device. The result lies in memory as q does, heads inside.
     Raises: ValueError as :func:`flash.check`; RuntimeError for second derivatives.
-    Trap: table and factor are float32 and gates float64. The dtype of the gradients is theirs.
+    Trap: table and decays are float32 and gates float64. The dtype of the gradients is theirs.
     """
-    flash.check(q, k, causal, (table, factor), first_lag, window)
+    flash.check(q, k, causal, window, table, first_lag, decay, score_decay)
     flash.check_own(q, k, by_query, by_key)
     if dropout and seed is None:
         seed = torch.randint(2**63 - 1, (1,), device=q.device)
-    options = Options(causal, scale, padding, segments, window, dropout, seed, first_lag)
+    decays = decay, score_decay
+    options = Options(causal, scale, padding, segments, window, dropout, seed, first_lag, decays)
     c, d = (None, None) if gates is None else gates
     own = (
         x.expand(-1, -1, -1, 2) if x is not None and x.shape[3] == 1 else x
         for x in (by_query, by_key)
     )
-    return _Flash.apply(q, k, v, table, factor, c, d, *own, options)
+    return _Flash.apply(q, k, v, table, c, d, *own, options)
 
 
 SQUARE, LONG, SMALL, LEAST = (
@@ -115,8 +117,14 @@ SQUARE, LONG, SMALL, LEAST = (
 NO_LIMIT = 99
 LARGE_MEMORY = {
     "output": ((4, Tile(128, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
-    "query_gradient": ((4, Tile(128, 64, 8)), (5, SQUARE), (7, LONG), (NO_LIMIT, SMALL)),
-    "key_gradient": ((3, SQUARE), (7, LONG), (NO_LIMIT, LEAST)),
+    "query_gradient": (
+        (4, Tile(128, 64, 8)),
+        (5, SQUARE),
+        (7, LONG),
+        (12, SMALL),
+        (NO_LIMIT, LEAST),
+    ),
+    "key_gradient": ((1, Tile(64, 64, 8)), (3, SQUARE), (7, LONG), (NO_LIMIT, LEAST)),
 }
 """Tiles of each kernel on GPUs with 227 KiB of shared memory, after the largest load that they
 bear."""
@@ -145,9 +153,11 @@ def tile_of(name: str, call: "_Call") -> Tile:
     wide forms of it spill. ``python -m benchmarks.compiled`` shows the figures of half types.
     """
     major, _ = capability_of(call.given[0].device)
-    table, factor = (x is not None for x in call.tables)
+    given = (call.table, call.decays[1], call.threshold or None)
+    light = (call.decays[0], call.gates[0])
+    two, one = (sum(x is not None for x in some) for some in (given, light))
     own = sum(x is not None for x in call.own)
-    terms = 2 * (table + (call.gates[0] is not None) + (call.threshold > 0)) + 3 * (factor + own)
+    terms = 2 * two + one + 3 * own
     width = power_of_two(call.width) + power_of_two(call.values)
     load = max(5 * (own > 0), terms + 3 * (width > 128) + 3 * (width > 256))
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
@@ -174,14 +184,15 @@ class Options(NamedTuple):
     dropout: float
     seed: Tensor | None
     first_lag: int = 0
+    decays: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class _Flash(torch.autograd.Function):
     """Flash attention with a hand-written gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, v, table, factor, c, d, by_query, by_key, options):
-        terms = table, factor, c, d, by_query, by_key
+    def forward(ctx, q, k, v, table, c, d, by_query, by_key, options):
+        terms = table, c, d, by_query, by_key
         call = _Call(*map(rows_of, (q, k, v)), *terms, options)
         out, lse = call.output()
         ctx.save_for_backward(q, k, v, *terms, out, lse)
@@ -331,30 +342,29 @@ class MaskedCall:
 class _Call(MaskedCall):
     """One call of the kernels of flash attention: the terms of its scores, and what it returns."""
 
-    def __init__(self, q, k, v, table, factor, c, d, by_query, by_key, options: Options) -> None:
+    def __init__(self, q, k, v, table, c, d, by_query, by_key, options: Options) -> None:
         super().__init__(q, k, v, options)
-        first_lag, self.tables = self._with_margins(table, factor)
-        self.lags = next((x.shape[1] for x in (table, factor) if x is not None), 0)
-        columns = next((x.shape[1] for x in self.tables if x is not None), 0)
+        first_lag, self.table = self._with_margins(table)
+        self.lags = 0 if table is None else table.shape[1]
+        columns = 0 if table is None else self.table.shape[1]
+        self.decays = [None if x is None else x.detach().float() for x in options.decays]
         self.gates = (None, None) if c is None else (_two_floats(c), _two_floats(d))
         self.own = [None if x is None else x.detach().contiguous() for x in (by_query, by_key)]
         own_columns = next((x.shape[3] for x in self.own if x is not None), 0)
-        self.terms = (*self.tables, *self.gates, *self.own)
+        self.terms = (self.table, *self.decays, *self.gates, *self.own)
         self.term_numbers = (columns, first_lag, own_columns, options.first_lag)
 
-    def _with_margins(self, *tables: Tensor | None) -> tuple[int, list[Tensor | None]]:
-        """Return the first lag, and tables (H, R) that have the lags of all pairs of all tiles."""
+    def _with_margins(self, table: Tensor | None) -> tuple[int, Tensor | None]:
+        """Return the first lag, and a table (H, R) that has the lags of all pairs of all tiles."""
         first = self.options.first_lag
+        if table is None:
+            return first, None
         least = -2 * MARGIN if self.options.causal else -_rounded(self.keys)
         before = max(0, first - least)
-        padded = []
-        for table in tables:
-            if table is not None:
-                after = max(0, _rounded(self.queries) + self.offset - first - table.shape[1])
-                table = table.detach().float()
-                table = F.pad(table, (before, after)) if before or after else table.contiguous()
-            padded.append(table)
-        return first - before, padded
+        after = max(0, _rounded(self.queries) + self.offset - first - table.shape[1])
+        table = table.detach().float()
+        table = F.pad(table, (before, after)) if before or after else table.contiguous()
+        return first - before, table
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Return o (B, H, T, E) and lse (L, T)."""
@@ -367,8 +377,8 @@ class _Call(MaskedCall):
     def gradients(
         self, grad: Tensor, out: Tensor, lse: Tensor, needed: tuple[bool, ...]
     ) -> list[Tensor | None]:
-        """Return the gradients of q, k, v, table, factor, both sums of gates, and the biases of
-        every query and key."""
+        """Return the gradients of q, k, v, table, both sums of gates, and the biases of every query
+        and key."""
         q, k, v = self.given
         delta = torch.empty_like(lse)
         gated = self.gates[0] is not None
@@ -379,19 +389,18 @@ class _Call(MaskedCall):
         pointers = (q, k, v, out, grad, lse, delta, dq, own, of_tokens[0])
         self.launch("query_gradient", pointers, (q, k, v, grad, out, dq))
         of_keys = lse.new_empty(lse.shape[0], self.keys) if gated else None
-        parts, numbers = self._parts(needed[3:5])
-        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, *parts, of_tokens[1])
-        flags = {"TABLE_LEARNS": needed[3], "FACTOR_LEARNS": needed[4]}
+        part, numbers = self._part(needed[3])
+        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, part, of_tokens[1])
+        flags = {"TABLE_LEARNS": needed[3]}
         self.launch("key_gradient", pointers, (q, k, v, grad, dk, dv), numbers, **flags)
-        sums = (self._lag_sums(part, numbers[1]) for part in parts)
         gates = (
             x.view(self.batch, self.heads, -1).double() if need else None
-            for x, need in zip((own, of_keys), needed[5:7], strict=True)
+            for x, need in zip((own, of_keys), needed[4:6], strict=True)
         )
-        return [dq, dk, dv, *sums, *gates, *of_tokens]
+        return [dq, dk, dv, self._lag_sums(part, numbers[1]), *gates, *of_tokens]
 
-    def _parts(self, learns: tuple[bool, ...]) -> tuple[list[Tensor | None], tuple[int, int]]:
-        """Return memory for sums by lag (L, N, count) of table and factor, count, and first lag.
+    def _part(self, learns: bool) -> tuple[Tensor | None, tuple[int, int]]:
+        """Return memory for sums by lag (L, N, count) of the table, count, and first lag.
 
         The lags are without the offset. Each has a sum for every tile of keys.
         """
@@ -403,9 +412,8 @@ class _Call(MaskedCall):
         if window is not None:
             most = min(most, window + size + rows - self.offset)
         shape = (self.batch * self.heads, tiles, max(0, most - least))
-        new = self.given[0].new_zeros
-        parts = [new(shape, dtype=torch.float32) if learn else None for learn in learns]
-        return parts, (shape[2], least)
+        part = self.given[0].new_zeros(shape, dtype=torch.float32) if learns else None
+        return part, (shape[2], least)
 
     def _lag_sums(self, part: Tensor | None, least: int) -> Tensor | None:
         """Return the gradient (H, R) of a table from sums by lag (L, N, count)."""
@@ -434,8 +442,10 @@ class _Call(MaskedCall):
         masked = found["WINDOWED"] or found["PADDED"] or found["SEGMENTS"]
         return found | {
             "CAUSAL": self.options.causal,
-            "TABLE": self.tables[0] is not None,
-            "FACTOR": self.tables[1] is not None,
+            "PLAIN": all(x is None for x in self.terms),
+            "TABLE": self.table is not None,
+            "DECAY": self.decays[0] is not None,
+            "SCORE_DECAY": self.decays[1] is not None,
             "GATED": self.gates[0] is not None,
             "BY_QUERY": self.own[0] is not None,
             "BY_KEY": self.own[1] is not None,

@@ -41,7 +41,7 @@ def stick_attention(
     as q does, heads inside. A query without a visible key before it gets zeros.
     Raises: ValueError for a window without a key; RuntimeError for second derivatives.
     """
-    flash.check(q, k, True, (), 0, window)
+    flash.check(q, k, True, window)
     if dropout and seed is None:
         seed = torch.randint(2**63 - 1, (1,), device=q.device)
     options = Options(True, scale, padding, segments, window, dropout, seed)

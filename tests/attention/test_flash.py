@@ -19,7 +19,7 @@ BETWEEN = torch.zeros(BATCH, TIME, dtype=torch.bool)
 BETWEEN[0, [2, 3, 11]] = True
 MASKS = {"whole": {}, "left": {"key_padding_mask": LEFT, "one_sided": True},
          "between": {"key_padding_mask": BETWEEN}}  # fmt: skip
-BY_LAG = ("alibi", "kerple-log", "kerple-power", "permuteformer", "sandwich", "t5")
+BY_LAG = ("alibi", "fire", "kerple-log", "kerple-power", "permuteformer", "sandwich", "t5")
 """Encodings whose score depends on the lag between tokens."""
 BY_TOKEN = ("deberta", "shaw", "transformer-xl")
 """Encodings whose bias is a product of a query or a key with a vector by lag."""

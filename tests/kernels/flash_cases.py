@@ -4,7 +4,7 @@ import torch
 
 from lrpe_fairseq.kernels import flash
 
-ARGUMENTS = ("q", "k", "v", "table", "factor", "c", "d", "by_query", "by_key")
+ARGUMENTS = ("q", "k", "v", "table", "c", "d", "by_query", "by_key")
 """What may need a gradient; c and d are the sums of gates of queries and keys."""
 
 
@@ -15,12 +15,13 @@ def stored(x):
 
 def inputs(
     T=70, S=None, D=16, E=16, B=2, H=2, dtype=torch.float32, device="cpu", causal=True,
-    table=False, factor=False, gates=False, by_query=0, by_key=0, padding=False, documents=0,
+    table=False, decays="", gates=False, by_query=0, by_key=0, padding=False, documents=0,
     **others,
 ):  # fmt: skip
     """Return tensors by the names of ARGUMENTS, and the other arguments of attention.
 
-    table, factor, gates, padding: whether they are given. by_query, by_key: numbers of lags.
+    table, gates, padding: whether they are given. decays: their names. by_query, by_key: numbers
+    of lags.
     documents: tokens per packed document.
     Documents of the last sequence have other borders, and an order that does not ascend.
     """
@@ -32,7 +33,7 @@ def inputs(
     options = {"causal": causal, "scale": 0.3, "first_lag": 1 - max(T, S), **others}
     lags = 2 * max(T, S) - 1
     found |= {"table": torch.randn(H, lags)} if table else {}
-    found |= {"factor": torch.rand(H, lags)} if factor else {}
+    options |= {name: -torch.rand(H, device=device) / 8 for name in decays.split()}
     if gates:
         sums = (-torch.rand(B, H, S, dtype=torch.float64) / 5).cumsum(2)
         found |= {"c": sums[..., S - T :].clone(), "d": sums}
@@ -82,7 +83,9 @@ CASES = {
     "full": {"causal": False},
     "table of a text longer than a tile": {"T": 130, "table": True, "B": 1},
     "table, full": {"table": True, "causal": False, "T": 130, "B": 1},
-    "factor": {"factor": True},
+    "decay": {"decays": "decay", "T": 130, "B": 1},
+    "score decay": {"decays": "score_decay"},
+    "decays, full": {"decays": "decay score_decay", "causal": False, "T": 130, "B": 1},
     "gates": {"gates": True, "T": 130, "B": 1},
     "gates, full": {"gates": True, "causal": False, "H": 1},
     "padding": {"padding": True, "T": 130},
@@ -103,12 +106,12 @@ CASES = {
     },
     "dropout": {"dropout": 0.3},
     "all, after a cache": {
-        "T": 66, "S": 130, "table": True, "factor": True, "gates": True, "padding": True,
-        "documents": 40, "window": 90, "dropout": 0.1, "D": 40, "E": 24, "B": 1,
+        "T": 66, "S": 130, "table": True, "decays": "decay score_decay", "gates": True,
+        "padding": True, "documents": 40, "window": 90, "dropout": 0.1, "D": 40, "E": 24, "B": 1,
     },
     "all, full": {
-        "causal": False, "table": True, "factor": True, "gates": True, "padding": True,
-        "documents": 40, "dropout": 0.1, "D": 20, "E": 36, "H": 1,
+        "causal": False, "table": True, "decays": "decay score_decay", "gates": True,
+        "padding": True, "documents": 40, "dropout": 0.1, "D": 20, "E": 36, "H": 1,
     },
     "one query": {"T": 1, "S": 70, "table": True, "gates": True},
     "one token": {"T": 1, "table": True, "by_query": 1, "by_key": 1},
