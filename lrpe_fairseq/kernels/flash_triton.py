@@ -134,7 +134,8 @@ OTHERS = {
         (2, Tile(64, 32)),
         (4, Tile(64, 32, split=False)),
         (5, LONG),
-        (NO_LIMIT, SMALL),
+        (12, SMALL),
+        (NO_LIMIT, LEAST),
     ),
     "key_gradient": (
         (2, Tile(64, 32, split=False)),

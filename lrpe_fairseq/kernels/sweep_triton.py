@@ -16,6 +16,7 @@ D E + D numbers in memory: sum_t k_t v_t^T, then sum_t k_t.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import triton
@@ -53,8 +54,8 @@ GATED = 1024
 """Longest part, in tokens, if gates need a gradient. It is a sum of differences over later tokens,
 which starts anew in every part, so that rounding errors do not add up."""
 
-TILE = 32
-"""Largest number of tokens in a tile; parts are multiples of it."""
+SPAN = 64
+"""Tokens; the parts of a sequence are multiples of it, and no tile is longer."""
 
 LOWEST = tl.constexpr(-105.0)  # exp of it is 0 in float32; smaller logarithms are set to it
 GRID = tl.constexpr(1024.0)  # sums of up to 128 multiples of 1 / GRID, at least LOWEST, are exact
@@ -83,6 +84,23 @@ def causal_sums(
     return out, denominator if wanted == "sums" else None
 
 
+class Tile(NamedTuple):
+    """Tokens of a tile, warps of a program, and stages of its loop's pipeline."""
+
+    tokens: int = 32
+    warps: int = 4
+    stages: int = 3
+
+
+def tile_of(name: str, call: "_Call") -> Tile:
+    """Return the tile of a kernel for a call: the largest that spills no registers."""
+    large, half = capability(call.q) >= 9, call.q.dtype == torch.float16
+    wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
+    small = name in ("query", "key") and (call.decays or (name == "key" and not large))
+    tokens = min(16 if wide or small else 32, power_of_two(call.q.shape[2]))
+    return Tile(tokens, 8 if wide or (half and tokens == 16 and not large) else 4)
+
+
 @dataclass(frozen=True)
 class _Call:
     """The sizes of one call, and what all its launches share."""
@@ -106,8 +124,7 @@ class _Call:
     @cached_property
     def span(self) -> int:
         """The number of tokens in a part."""
-        tiles = cdiv(self.q.shape[2], TILE)
-        span = TILE * cdiv(tiles, max(1, PROGRAMS // self.sequences))
+        span = SPAN * cdiv(cdiv(self.q.shape[2], SPAN), max(1, PROGRAMS // self.sequences))
         return min(span, GATED) if self.with_gates else span
 
     @cached_property
@@ -144,27 +161,13 @@ class _Call:
         divides = self.wanted == "normalized"
         return {"KEYS": self.wanted != "numerator", "DIVIDE": divides, "STARTS": self.parts > 1}
 
-    def launch(
-        self, kernel, *arguments: Tensor | float, tile: int = TILE, **constants: bool
-    ) -> None:
+    def launch(self, name: str, *arguments: Tensor | float, **constants: bool) -> None:
         """Launch a program per sequence and part; times and sizes are the last arguments."""
-        time, heads = self.q.shape[2], self.q.shape[1]
-        widest = 16 if self.q.dtype == torch.float32 or max(self.blocks) > 64 else tile
-        tile = min(widest, power_of_two(time))
-        constants |= {**self.constants, "C": tile, "num_warps": self.warps(tile)}
-        sizes, grid = (time, heads, self.span // tile), (self.sequences, self.parts)
-        launch(kernel, grid, *arguments, *sizes, **constants)
-
-    def warps(self, tile: int) -> int:
-        """Return the number of warps, with which no registers are spilled."""
-        small = self.q.dtype == torch.float16 and tile == 16 and capability(self.q) < 9
-        return 8 if small or self.q.dtype == torch.float32 or max(self.blocks) > 64 else 4
-
-    @cached_property
-    def backward_tiles(self) -> tuple[int, int]:
-        """Tokens in a tile of the gradients of q, and of k and v: as many as spill no registers."""
-        for_query = 16 if self.decays else TILE
-        return for_query, 16 if capability(self.q) < 9 else for_query
+        tile, (_, heads, time, _) = tile_of(name, self), self.q.shape
+        constants |= {**self.constants, "C": tile.tokens}
+        constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
+        sizes, grid = (time, heads, self.span // tile.tokens), (self.sequences, self.parts)
+        launch(globals()[f"_{name}_kernel"], grid, *arguments, *sizes, **constants)
 
     def vector(self, *shape: int) -> Tensor:
         return self.q.new_empty(self.sequences, *shape, dtype=torch.float32)
@@ -191,10 +194,10 @@ class _Sweep(torch.autograd.Function):
             width = q.shape[3] * (v.shape[3] + 1)
             states, whole = call.vector(call.parts, width), call.vector(call.parts)
             rest = (*call.masks, states, whole)
-            call.launch(_sums_kernel, *with_strides(k, v), *rest)
+            call.launch("sums", *with_strides(k, v), *rest)
             call.scan(states, whole, reverse=False)
         rest = (*call.masks, denominator, states, eps)
-        call.launch(_forward_kernel, *with_strides(q, k, v, out), *rest, **call.modes)
+        call.launch("forward", *with_strides(q, k, v, out), *rest, **call.modes)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(q, k, v, log_decay, segments, gates, states, whole, *kept)
         ctx.settings = wanted, eps
@@ -269,20 +272,19 @@ def _gradients(
     products = call.vector(q.shape[2]) if call.with_gates else q
     given, rest = with_strides(q, k, v, grad, out), (*call.masks, denominator, g)
     constants = {**call.modes, "GRADS": call.with_gates}
-    for_query, for_key = call.backward_tiles
     own = (products, states, call.eps)
     more = with_strides(grads[0])
-    call.launch(_query_kernel, *given, *more, *rest, *own, tile=for_query, **constants)
+    call.launch("query", *given, *more, *rest, *own, **constants)
     later, across = q, q  # not read
     if call.parts > 1:
         later = torch.empty_like(states)
         rows = with_strides(q, grad, out)
-        call.launch(_later_kernel, *rows, *rest, later, call.eps, **constants)
+        call.launch("later", *rows, *rest, later, call.eps, **constants)
         call.scan(later, whole, reverse=True)
     if call.parts > 1 and call.with_gates:
         across = F.pad((states[:, 1:] * later[:, :-1]).sum(-1), (0, 1))
     own, more = (products, later, across, call.eps), with_strides(*grads[1:])
-    call.launch(_key_kernel, *given, *more, *rest, *own, tile=for_key, **constants)
+    call.launch("key", *given, *more, *rest, *own, **constants)
     return *grads, products if call.with_gates else None
 
 
