@@ -54,6 +54,12 @@ def forms(device: str) -> dict[str, Form]:
         "sdpa": Form(attention.sdpa, plain),
         "linear": Form(attention.ours, attention.naive, features=True),
         "linear, sums": Form(sums, exact_sums, features=True),
+        "linear, gates": Form(
+            partial(_gated, linear_attention),
+            partial(_gated, linear_attention_naive),
+            features=True,
+            extra="gates",
+        ),
         "flash, table": Form(partial(_flash, "table"), table, extra="table"),
         "flash, decay": Form(partial(_flash, "decay"), decay),
         "flash, gates": Form(partial(_flash, "gates"), gates, extra="gates"),
@@ -156,6 +162,10 @@ def _flash(kind: str, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor
     """Our flash kernel; on a CPU its definition."""
     form = loader.triton_kernels(FLASH).flash_attention if q.is_cuda else flash.definition
     return form(q, k, v, causal=True, scale=q.shape[-1] ** -0.5, **_extra(kind, q, extra))
+
+
+def _gated(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return attend(q, k, v, causal=True, log_decay=gates)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

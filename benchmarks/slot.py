@@ -15,6 +15,7 @@ program again behind that row.
   to a baseline timed in turn, after a comparison with float64.
 - steps: training steps of ``lrpe_lm``, relative to Base of the same attention; with peak memory.
 - roberta: training steps of ``lrpe_roberta`` with padding and dropout.
+- tiles: attention with other tiles of the kernels; only if it is named. See :mod:`.tiles`.
 """
 
 import argparse
@@ -32,14 +33,15 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import rivals, training
+from benchmarks import rivals, tiles, training
 from benchmarks.run import RESULTS, SAME
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.experiments.records.files import read_json, write_json
 from lrpe_fairseq.experiments.records.runs import environment
 from lrpe_fairseq.kernels import loader
 
-PARTS = ("machine", "busy", "attention", "steps", "roberta")
+USUAL = ("machine", "busy", "attention", "steps", "roberta")
+PARTS = (*USUAL, "tiles")
 LONGEST_ROW = 90.0
 """Seconds after which a row is given up, compilation included."""
 Measure = Callable[..., dict[str, Any]]
@@ -137,7 +139,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.slot", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="default: results/bench")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=USUAL)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds per row")
@@ -243,7 +245,16 @@ def rows(setting: Setting) -> list[Row]:
         *step_rows("steps", model, IN_MEMORY, setting.memory_length),
         *(row for name in (*FIRST[10:], *others) for row in method_rows(setting, model, name)),
         *flex_rows(setting),
+        *(tile_row(setting, candidate) for candidate in tiles.candidates()),
     ]
+
+
+def tile_row(setting: Setting, candidate: tiles.Candidate) -> Row:
+    """Return the row of a tile."""
+    short, *_ = setting.lengths
+    sizes = short, setting.tokens, setting.device, setting.dtype, setting.rounds
+    key = {**candidate._asdict(), "tile": str(candidate.tile), "length": short}
+    return Row("tiles", key, partial(tiles.timed, candidate, *sizes), 8)
 
 
 def attention_rows(setting: Setting, lengths: Collection[int]) -> list[Row]:

@@ -93,7 +93,10 @@ class Tile(NamedTuple):
 
 
 def tile_of(name: str, call: "_Call") -> Tile:
-    """Return the tile of a kernel for a call: the largest that spills no registers."""
+    """Return the tile of a kernel for a call: the largest that spills no registers.
+
+    Trap: with gates those of "query" and "key" are equal; each adds its share of a tile's products.
+    """
     large, half = capability(call.q) >= 9, call.q.dtype == torch.float16
     wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
     small = name in ("query", "key") and (call.decays or (name == "key" and not large))

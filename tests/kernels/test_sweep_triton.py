@@ -92,12 +92,15 @@ def results(form, leaves, wanted, segments, dtype=None):
 
 
 def errors(leaves, wanted, segments, form=sweep_triton.causal_sums, reference=definition):
-    """The error of every result and gradient, relative to the largest number."""
+    """The error of every result and gradient, relative to the largest number, or to 0.05.
+
+    The gradients of q and k of a single token are 0, and are rounded to 2^-23.
+    """
     found = results(form, leaves, wanted, segments)
     exact = results(reference, leaves, wanted, segments, torch.float64)
     pairs = list(zip(found, exact, strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
-    return [((a.double() - b).abs().max() / b.abs().max().clamp_min(0.02)).item() for a, b in pairs]
+    return [((a.double() - b).abs().max() / b.abs().max().clamp_min(0.05)).item() for a, b in pairs]
 
 
 FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token"], [False, True],
@@ -119,6 +122,7 @@ def test_outputs_and_gradients_equal_the_definition(
 ):
     """In one part and in many."""
     monkeypatch.setattr(sweep_triton, "PROGRAMS", programs)
+    monkeypatch.setattr(sweep_triton, "SPAN", 32)
     leaves, segments = example(*shape, dtype, decay, documents)
     found = errors(leaves, wanted, segments)
     assert max(found) <= BOUND[dtype]
