@@ -42,6 +42,7 @@ def pages(root: Path) -> dict[str, str]:
         parts=parts,
         steps=measured("steps", "cuda", root),
         forms=measured("attention", "cuda", root),
+        commit=run_file("attention", "cuda", root).get("commit", "")[:7],
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
     )
     return {PAGE: text, **{f"{RESULTS}/{part}.csv": csv_of(root, part) for part in parts}}
