@@ -131,7 +131,8 @@ def encoded_weights(
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
     lags = lags_between(queries, keys)
-    form = encoding.form(lags, queries.positions)
+    with torch.autocast(queries.positions.device.type, enabled=False):  # it would round the form
+        form = encoding.form(lags, queries.positions)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
 
 
@@ -296,7 +297,7 @@ def _in_half_on_gpu(q: Tensor) -> bool:
 def _by_slot(call: Call) -> dict[str, Any]:
     """Return the biases by lag (H, R), the smallest lag, and the decays (H,), all float32."""
     found = {name: getattr(call.form, name) for name in ("table", "decay", "score_decay")}
-    found = {name: x.float() for name, x in found.items() if x is not None}
+    found = {name: x.float().contiguous() for name, x in found.items() if x is not None}
     return found | ({"first_lag": call.lags[0]} if "table" in found else {})
 
 

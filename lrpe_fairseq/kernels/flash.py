@@ -49,7 +49,7 @@ def definition(
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E).
         causal: True if a query sees no later key.
         table: biases by lag, (H, R); the column of lag n is n - first_lag. None for 0.
-        decay, score_decay: log decays per token of the weights and of q . k, (H,). None for 0.
+        decay, score_decay: log decays per token of weights and of q . k, (H,), at most 0; or None.
         gates: sums c (B, H, T) of the queries and d (B, H, S) of the keys, float64. In causal
             attention c_i <= d_j for every visible key.
         by_query, by_key: biases by lag of every token, (B, H, T, C) and (B, H, S, C); the column of
@@ -66,18 +66,30 @@ def definition(
     lag = lags(q, k, causal)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT * scale
-    if score_decay is not None:
-        scores = scores * torch.exp(score_decay[:, None, None] * lag.abs())
-    if decay is not None:
-        scores = scores + decay[:, None, None] * lag.abs()
+    scores = _decayed(scores, lag.abs(), decay, score_decay, gates)
     scores = _with_lags(scores, lag - first_lag, table, by_query, by_key)
-    if gates is not None:
-        difference = gates[0].unsqueeze(-1) - gates[1].unsqueeze(-2)
-        scores = scores + difference.clamp_max(0.0).to(scores.dtype)
     hidden = ~visible(lag, causal, padding, segments, window)
     blind = hidden.all(-1, keepdim=True)
     weights = scores.masked_fill(hidden & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0.0)
     return _dropped(weights, dropout, seed).to(v.dtype) @ v
+
+
+def _decayed(
+    scores: Tensor,
+    distance: Tensor,
+    decay: Tensor | None,
+    score_decay: Tensor | None,
+    gates: Pair | None,
+) -> Tensor:
+    """Return scores (B, H, T, S) with the decays (H,), by distance (T, S), and the gates."""
+    if score_decay is not None:
+        scores = scores * torch.exp(score_decay[:, None, None] * distance)
+    if decay is not None:
+        scores = scores + decay[:, None, None] * distance
+    if gates is None:
+        return scores
+    difference = gates[0].unsqueeze(-1) - gates[1].unsqueeze(-2)
+    return scores + difference.clamp_max(0.0).to(scores.dtype)
 
 
 def _with_lags(

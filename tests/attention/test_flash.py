@@ -104,3 +104,12 @@ def test_the_kernel_serves_what_is_data_and_equals_pytorch(name, causal, mask, c
 @pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer", SHARES, "deberta"])
 def test_a_window_is_a_window_of_the_kernel(name, calls, monkeypatch):
     assert compared(name, True, calls, monkeypatch, window=4) == 1
+
+
+def test_a_learned_decay_gets_its_gradient_from_pytorch(calls, monkeypatch):
+    options = {"attention_type": "softmax", "position_encoding": "alibi", "causal": True}
+    module, learned = MultiheadAttention(WIDTH, HEADS, **options), -torch.rand(HEADS)
+    monkeypatch.setattr(module.encoding, "log_decay", lambda device: learned.requires_grad_())
+    module.attend(torch.randn(BATCH, TIME, WIDTH))[0].square().sum().backward()
+    assert learned.grad.abs().min() > 0
+    assert not calls

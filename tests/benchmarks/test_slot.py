@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, rivals, slot
+from benchmarks import attention, rivals, slot, tiles
 from lrpe_fairseq.experiments.report import speed
 
 TINY = slot.Setting("cpu", torch.float32, 1, **slot.TINY)
@@ -82,6 +82,10 @@ def test_another_result_is_not_timed(monkeypatch):
     found = slot.compared(TINY, "linear, full", form, 64)
     slot.error_of.cache_clear()
     assert found.keys() == {"base", "failed"}
+
+
+def test_a_tile_is_timed_in_turn_with_the_chosen_one():
+    assert tiles.timed(next(tiles.candidates()), 64, 128, "cpu", torch.float32, 1)["seconds"] > 0
 
 
 def test_overlapping_kernels_count_once():

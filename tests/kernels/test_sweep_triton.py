@@ -128,6 +128,12 @@ def test_outputs_and_gradients_equal_the_definition(
     assert max(found) <= BOUND[dtype]
 
 
+def test_results_do_not_depend_on_the_tiles(monkeypatch):
+    leaves, segments = example(100, 16, 16, torch.float16, "token", documents=True)
+    monkeypatch.setattr(sweep_triton, "tile_of", lambda *_: sweep_triton.Tile(64))
+    assert max(errors(leaves, "normalized", segments)) <= BOUND[torch.float16]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gates_of_a_long_text_have_exact_gradients(dtype, monkeypatch):
     """Their sums over later tokens cancel, and start anew in every part."""
