@@ -47,7 +47,7 @@ def definition(
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E).
-        causal: True if a query sees no later key.
+        causal: True if a query sees no later key. scale: positive.
         table: biases by lag, (H, R); the column of lag n is n - first_lag. None for 0.
         decay, score_decay: log decays per token of weights and of q . k, (H,), at most 0; or None.
         gates: sums c (B, H, T) of the queries and d (B, H, S) of the keys, float64. In causal

@@ -15,10 +15,11 @@ from benchmarks import compiled
 hashes = {name: compiled.source_hash(name) for name in compiled.FAMILIES}
 half = compiled.torch.float16
 names = {f: [case for case, _ in x.cases(half)] for f, x in compiled.FAMILIES.items()}
-spilled = {f: x.spilled for f, x in compiled.FAMILIES.items()}
+rows = json.loads(compiled.FIGURES.read_text())["rows"]
+many = [row for row in rows if row["spilled_bytes"] > compiled.may_spill(row)]
 again = compiled.figures("flash", 90, "bfloat16", "plain, 64/64")
 print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAPABILITIES,
-    compiled.SHARED, compiled.TYPES, spilled, str(compiled.FIGURES)]))
+    compiled.SHARED, compiled.TYPES, many, str(compiled.FIGURES)]))
 """
 
 
@@ -57,9 +58,9 @@ def test_every_form_is_compiled_for_every_architecture_in_both_half_types(compil
 
 
 def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(compiled, committed):
-    shared, spilled = compiled[5], compiled[7]
+    shared, many = compiled[5], compiled[7]
+    assert not many
     for row in committed["rows"]:
-        assert row["spilled_bytes"] <= spilled[row["family"]].get(row["kernel"], 0), row
         assert row["shared_bytes"] <= shared[str(row["capability"])] * 1024, row
 
 
