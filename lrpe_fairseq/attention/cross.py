@@ -201,14 +201,13 @@ class CrossAttention(ProjectedAttention):
             q, k, v = self._project(x, memory)
             content = feature_map(k) if with_content else None
             encoded, k = self._features(q, k, at, source.positions)
-            v = v.to(self._value_type(v))
             masked = {"key_padding_mask": source.padding, **options}
             past = summed_memory(k, v, content=content, **masked)
         else:
             q = self._queries(x)
             encoded, _ = self._features(q, q, at, at)
         content = feature_map(q) if with_content else None
-        options |= {"content": content, "dtype": self._value_type(q)}
+        options |= {"content": content, "dtype": self._result_type(q)}
         return attend_to_memory(encoded, past, **options), past
 
     def _softmax(

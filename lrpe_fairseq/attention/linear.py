@@ -108,16 +108,17 @@ def linear_attention_window(
     normalizer: str = "rotated",
     content: tuple[Tensor, Tensor] | None = None,
     log_decay: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute causal linear attention to the last ``keys.window`` tokens, in O(T window) time.
 
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features.
         queries, keys: their tokens, with the sums of gates. The queries are the last T keys.
-        normalizer, content: as of :func:`linear_attention`. log_decay: (H,), per real token.
+        normalizer, content, dtype: as of :func:`linear_attention`. log_decay: (H,), per real token.
     Returns: (B, H, T, E), equal to :func:`linear_attention_naive` with this window.
     """
-    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    dtype, wide = dtype or v.dtype, torch.promote_types(v.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (q, k, v))
     counted = content and tuple(x.to(wide) for x in content)
     sums = decay_sums(queries, keys, log_decay, len(q))
@@ -174,6 +175,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     starts: Tensor | None = None,
     transport: Transport | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute linear attention in O(T) time and memory, for any T.
 
@@ -191,8 +193,9 @@ def linear_attention(
         starts: bool (B, T), true at every token that begins a document (causal only): a decay of 0
             before it, so that no later token reads the sums of earlier ones.
         transport: of the T tokens, with w like encoded features (causal only); beta 0 at padding.
-    Returns: (B, H, T, E) in the dtype of ``v`` (float16 saturates). Sums are computed in float32 or
-        wider. A query without a visible key gets zeros.
+        dtype: of the result; None for that of ``v``. Sums without a denominator overflow float16.
+    Returns: (B, H, T, E) in that dtype (float16 saturates). Sums are computed in float32 or wider.
+        A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
     if transport is not None:
@@ -200,8 +203,9 @@ def linear_attention(
             raise ValueError("a transport of keys needs causal=True")
         given = {"normalizer": normalizer, "content": content, "log_decay": log_decay}
         given |= {"key_padding_mask": key_padding_mask, "starts": starts, "transport": transport}
+        given["dtype"] = dtype
         return linear_attention_block(q, k, v, state=None, **given)[0]
-    dtype, kernels = v.dtype, loader.triton_kernels(KERNELS) or half
+    dtype, kernels = dtype or v.dtype, loader.triton_kernels(KERNELS) or half
     kernels = kernels if kernels.serves(q, v, log_decay) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
@@ -227,6 +231,7 @@ def linear_attention_block(
     log_decay: Tensor | None = None,
     starts: Tensor | None = None,
     transport: Transport | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Compute causal attention of the next T >= 1 tokens from the state before them.
 
@@ -234,7 +239,7 @@ def linear_attention_block(
     before the first token. Returns (B, H, T, E) and the state after the block. One token costs
     O(D E) at any position.
     """
-    dtype = v.dtype
+    dtype = dtype or v.dtype
     given = (q, k, v, True, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given)
     log_decay = _with_cuts(_without_padding(log_decay, key_padding_mask), starts, q)
@@ -414,8 +419,8 @@ def _sums(
         return causal_sums(q, k, v, wanted, log_decay, EPS)[0], None
     if log_decay is None:
         return full_sums(q, k, v, wanted, EPS)[0], None
-    wanted = "sums" if normalizes else "numerator"
-    return _decayed_sums(causal_sums, q, k, v, wanted, *_both_ways(log_decay, padding))
+    out, denominator = _decayed_sums(causal_sums, q, k, v, *_both_ways(log_decay, padding))
+    return out, denominator if normalizes else None
 
 
 def _both_ways(log_decay: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -432,18 +437,18 @@ def _both_ways(log_decay: Tensor, padding: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _decayed_sums(
-    causal_sums: Callable, q: Tensor, k: Tensor, v: Tensor, wanted: str, ahead: Tensor, back: Tensor
-) -> tuple[Tensor, Tensor | None]:
+    causal_sums: Callable, q: Tensor, k: Tensor, v: Tensor, ahead: Tensor, back: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the decayed sums over all t: those over t <= s and t >= s, less those over t = s.
 
-    wanted: "numerator" or "sums". ahead, back: the results of :func:`_both_ways`.
+    ahead, back: the results of :func:`_both_ways`.
     """
-    out, denominator = causal_sums(q, k, v, wanted, ahead, EPS)
+    out, denominator = causal_sums(q, k, v, "sums", ahead, EPS)
     flipped = (x.flip(-2) for x in (q, k, v))
-    later, more = causal_sums(*flipped, wanted, back, EPS)
+    later, more = causal_sums(*flipped, "sums", back, EPS)
     own = (q.to(out) * k.to(out)).sum(-1)
     out = out + later.flip(-2) - own.unsqueeze(-1) * v.to(out)
-    return out, None if denominator is None else denominator + more.flip(-1) - own
+    return out, denominator + more.flip(-1) - own
 
 
 def _content_sums(
@@ -486,8 +491,8 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
     """Cast to ``dtype``. float16 saturates, and quotients saturate at 1/64 of its range.
 
     A denominator of :data:`EPS` (frequent for Type 8) gives values near 1e8, which overflow
-    float16. The margin of 64 also keeps the following projection finite. Sums without a denominator
-    grow with T: pass a float32 ``v`` if they are normalized later. Kernels may have cast already.
+    float16. The margin of 64 also keeps the following projection finite. Kernels
+    may have cast already.
     """
     if dtype == torch.float16 != out.dtype:
         margin = 64 if normalizer in ("rotated", "content") else 1

@@ -266,8 +266,8 @@ class MultiheadAttention(ProjectedAttention):
         if tokens.window is not None:
             return self._linear_window(x, tokens, past, keep_state)
         q, k, v = self._project(x, tokens=tokens)
-        v = v.to(self._value_type(v))
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
+        options["dtype"] = self._result_type(v)
         options |= {"starts": tokens.starts, "transport": tokens.transport}
         if self.normalizer == "content":
             options["content"] = feature_maps(q, k)
@@ -289,13 +289,14 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._project(x, tokens=tokens)
         content = [*feature_maps(q, k)] if self.normalizer == "content" else None
         q, k = self._features(q, k, tokens.at, tokens.at)
-        queries, keys, v, width = tokens, tokens, v.to(self._value_type(v)), k.shape[-1]
+        queries, keys, width = tokens, tokens, k.shape[-1]
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
         if content is not None:
             k, content[1] = k[..., :width], k[..., width:]
         options = {"normalizer": self.normalizer, "log_decay": self.encoding.log_decay(x.device)}
+        options["dtype"] = self._result_type(v)
         return linear_attention_window(q, k, v, queries, keys, content=content, **options), past
 
     def state_size(self, length: int) -> int:

@@ -252,13 +252,10 @@ class ProjectedAttention(nn.Module):
                 "bfloat16"
             )
 
-    def _value_type(self, v: Tensor) -> torch.dtype:
-        """Return the dtype of values in linear attention: at least float32 before a norm.
-
-        Sums without a denominator overflow float16.
-        """
+    def _result_type(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of results of linear attention: float32 for sums that float16 overflow."""
         normalized = self.norm is not None or self.out_norm is not None
-        return torch.promote_types(v.dtype, torch.float32) if normalized else v.dtype
+        return torch.float32 if normalized and x.dtype == torch.float16 else x.dtype
 
     # --- the output ----------------------------------------------------------------------------
 
@@ -275,7 +272,7 @@ class ProjectedAttention(nn.Module):
         return as_stored(self.out_proj, out.to(x.dtype))
 
     def _normalized(self, out: Tensor) -> Tensor:
-        """Apply the optional LayerNorm over all heads (TMLR) in the precision of the sums."""
+        """Apply the optional LayerNorm over all heads (TMLR), to float32 sums in float16."""
         if self.norm is None:
             return out
         weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))

@@ -52,8 +52,8 @@ def causal_sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`causal.definition`.
 
-    The result is float32. If ``wanted`` is "normalized", it may be in the dtype of v; float16 then
-    saturates at 1/64 of its range.
+    The result is float32 or, unless ``wanted`` is "sums", may be rounded to the dtype of v; see
+    :func:`tiles_triton.result_type`.
     """
     if fits_registers(q, v):
         return sweep_triton.causal_sums(q, k, v, wanted, log_decay, eps)

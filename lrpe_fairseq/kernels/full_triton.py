@@ -31,6 +31,7 @@ from lrpe_fairseq.kernels.tiles_triton import (
     power_of_two,
     quotient,
     result_like,
+    result_type,
     split,
     store,
     store_state,
@@ -48,8 +49,8 @@ def full_sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`causal.full_definition` of q, k and v of one dtype.
 
-    Returns: the result (B, H, T, E), in the dtype of v if ``wanted`` is "normalized" (float16
-        saturates at 1/64 of its range), else in float32; and the denominators for "sums".
+    Returns: the result (B, H, T, E), see :func:`result_type` (quotients saturate float16 at 1/64
+        of its range); and the denominators for "sums".
     """
     out, denominator = _Full.apply(*map(straight, (q, k, v)), wanted, eps)
     return out, denominator if wanted == "sums" else None
@@ -60,7 +61,7 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, wanted, eps):
-        out = result_like(q, v.shape[3], v.dtype if wanted == "normalized" else torch.float32)
+        out = result_like(q, v.shape[3], result_type(v, wanted))
         denominator = q.new_empty(q.shape[:3], dtype=torch.float32)
         state = _per_part(k, v)
         _launch(_total_kernel, k, v, *with_strides(k, v), state)

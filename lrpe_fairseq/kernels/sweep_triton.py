@@ -41,6 +41,7 @@ from lrpe_fairseq.kernels.tiles_triton import (
     product,
     quotient,
     result_like,
+    result_type,
     split,
     store,
     store_state,
@@ -74,8 +75,8 @@ def causal_sums(
 
     Args: segments: int32 (B, T), numbers of packed documents. The sums start anew where the number
         changes.
-    Returns: the result (B, H, T, E), in the dtype of v if ``wanted`` is "normalized" (float16
-        saturates at 1/64 of its range), else in float32; and the denominators for "sums".
+    Returns: the result (B, H, T, E), see :func:`result_type` (quotients saturate float16 at 1/64
+        of its range); and the denominators for "sums".
     """
     if log_decay is not None and log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
@@ -190,7 +191,7 @@ class _Sweep(torch.autograd.Function):
     def forward(ctx, q, k, v, log_decay, segments, wanted, eps):
         gates = None if log_decay is None else log_decay.detach().float()
         call = _Call(q, v, gates, segments, wanted, eps, ctx.needs_input_grad[3])
-        out = result_like(q, v.shape[3], v.dtype if wanted == "normalized" else torch.float32)
+        out = result_like(q, v.shape[3], result_type(v, wanted))
         denominator = call.vector(q.shape[2])
         states = whole = q  # not read
         if call.parts > 1:

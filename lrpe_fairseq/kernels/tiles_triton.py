@@ -60,6 +60,12 @@ def narrow(quotient: Tensor, dtype: torch.dtype) -> Tensor:
     return (quotient.clamp(-LIMIT, LIMIT) if dtype == torch.float16 else quotient).to(dtype)
 
 
+def result_type(v: Tensor, wanted: str) -> torch.dtype:
+    """Return the dtype of a result, which is rounded once: float32 where sums may overflow v's."""
+    rounds = wanted == "normalized" or (wanted == "numerator" and v.dtype == torch.bfloat16)
+    return v.dtype if rounds else torch.float32
+
+
 def cdiv(a: int, b: int) -> int:
     """Return a / b, rounded up. On the host triton.cdiv takes longer than a small kernel."""
     return -(-a // b)

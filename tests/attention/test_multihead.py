@@ -57,6 +57,16 @@ def test_the_normalizer_layernorm_adds_a_norm_after_the_heads_and_no_denominator
     assert module_of(attention_type="linear").norm is None
 
 
+@pytest.mark.parametrize("options", [{"normalizer": "layernorm"}, {"parts": "output-norm"}])
+def test_sums_before_a_norm_do_not_overflow_float16(options):
+    module = module_of(attention_type="linear", **options)
+    module.v_proj.weight.data *= 1000
+    x = torch.randn(200, 2, WIDTH)
+    found = module.half()(x.half())[0]
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.double(), module.double()(x.double())[0], rtol=0, atol=0.02)
+
+
 def test_the_softmax_scale_is_that_of_the_original_width():
     plain, wide = module_of(position_encoding="none"), module_of(position_encoding="lrpe-type8")
     x = torch.randn(1, 2, WIDTH, dtype=torch.float64)

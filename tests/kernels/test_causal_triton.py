@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lrpe_fairseq.attention import linear
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
@@ -196,24 +197,26 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_values_may_be_wider_than_queries(monkeypatch):
-    """As before a LayerNorm, where sums may overflow float16."""
-    q, k, v = example(100, 16, 16)
-    given = [*(x.detach().bfloat16().requires_grad_() for x in (q, k)), v]
-    options, results = {"causal": True, "normalizer": "layernorm"}, []
-    for kernels in (None, causal_triton):
-        monkeypatch.setattr(causal_triton, "on_device", lambda x: True)
-        monkeypatch.setattr(loader, "triton_kernels", lambda name, found=kernels: found)
-        with mock.patch.object(
-            causal_triton, "causal_sums", wraps=causal_triton.causal_sums
-        ) as sums:
-            out = linear_attention(*given, **options)
-        assert sums.called == (kernels is not None)
-        assert out.dtype == torch.float32
-        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
-    for found, wanted in zip(*results, strict=True):
-        assert found.dtype == wanted.dtype
-        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sums_before_a_norm_are_float32_from_states_in_registers(is_causal, monkeypatch):
+    """They overflow float16, and rows in float32 would need the slower chunked form."""
+    q, k, v = (x.detach() for x in example(100, 16, 16, torch.float16))
+    given = [x.requires_grad_() for x in (q, k, 40_000 * (v - 0.5))]
+    monkeypatch.setattr(causal_triton, "on_device", lambda x: True)
+    monkeypatch.setattr(loader, "triton_kernels", lambda name: causal_triton)
+    options, results = {"causal": is_causal, "normalizer": "layernorm"}, []
+    with mock.patch.object(causal_triton, "_sums", side_effect=AssertionError):
+        out = linear_attention(*given, **options, dtype=torch.float32)
+    assert out.dtype == torch.float32
+    assert out.abs().max() > torch.finfo(torch.float16).max
+    exact = [x.detach().double().requires_grad_() for x in given]
+    for rows, sums in ((given, out), (exact, linear_attention_naive(*exact, **options))):
+        normalized = F.layer_norm(sums, sums.shape[-1:])
+        weights = torch.arange(sums.numel(), device=DEVICE).cos().view_as(sums)
+        grads = torch.autograd.grad((normalized * weights).sum(), rows)
+        assert all(grad.dtype == x.dtype for grad, x in zip(grads, rows, strict=True))
+        results.append([normalized, *grads])
+    assert_near(*results, 2e-3)
 
 
 def test_without_a_gpu_the_kernels_are_not_asked():
