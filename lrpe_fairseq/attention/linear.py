@@ -198,20 +198,16 @@ def linear_attention(
         A query without a visible key gets zeros.
     Raises: ValueError for an unknown normalizer or incompatible arguments.
     """
+    _check_causal(causal, transport, starts)
     if transport is not None:
-        if not causal:
-            raise ValueError("a transport of keys needs causal=True")
         given = {"normalizer": normalizer, "content": content, "log_decay": log_decay}
-        given |= {"key_padding_mask": key_padding_mask, "starts": starts, "transport": transport}
-        given["dtype"] = dtype
-        return linear_attention_block(q, k, v, state=None, **given)[0]
+        given |= {"starts": starts, "transport": transport, "dtype": dtype, "state": None}
+        return linear_attention_block(q, k, v, key_padding_mask=key_padding_mask, **given)[0]
     dtype, kernels = dtype or v.dtype, loader.triton_kernels(KERNELS) or half
     kernels = kernels if kernels.serves(q, v, log_decay) else None
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
     padding, normalizes = key_padding_mask, normalizer == "rotated"
-    if starts is not None and not causal:
-        raise ValueError("starts of documents need causal=True")
     out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding, starts)
     if content is not None:
         denominator = _content_sums(kernels, *content, causal, padding, starts)
@@ -349,6 +345,14 @@ def _prepare(
     used = (content[0].to(wide), keys[2]) if normalizer == "content" else None
     log_decay = None if log_decay is None else log_decay.clamp_min(LOWEST_DECAY)
     return q.to(own), keys[0], keys[1], used, log_decay
+
+
+def _check_causal(causal: bool, transport: Transport | None, starts: Tensor | None) -> None:
+    """Refuse arguments that have no meaning in bidirectional attention."""
+    if transport is not None and not causal:
+        raise ValueError("a transport of keys needs causal=True")
+    if starts is not None and not causal:
+        raise ValueError("starts of documents need causal=True")
 
 
 def _check_both_ways(q: Tensor, k: Tensor, log_decay: Tensor) -> None:

@@ -253,7 +253,7 @@ class ProjectedAttention(nn.Module):
             )
 
     def _result_type(self, x: Tensor) -> torch.dtype:
-        """Return the dtype of results of linear attention: float32 for sums that float16 overflow."""
+        """Return the dtype of results of linear attention: float32 if sums overflow float16."""
         normalized = self.norm is not None or self.out_norm is not None
         return torch.float32 if normalized and x.dtype == torch.float16 else x.dtype
 

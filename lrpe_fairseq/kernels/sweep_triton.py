@@ -31,18 +31,22 @@ from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
     capability,
     cdiv,
+    column_sums,
     head,
     incoming,
     load,
     load_state,
     narrow,
     outer,
+    outer_product,
+    parts,
     power_of_two,
     product,
-    quotient,
+    repeated,
     result_like,
     result_type,
-    split,
+    row_products,
+    saturated,
     store,
     store_state,
     straight,
@@ -94,15 +98,17 @@ class Tile(NamedTuple):
 
 
 def tile_of(name: str, call: "_Call") -> Tile:
-    """Return the tile of a kernel for a call: the largest that spills no registers.
+    """Return the tile of a kernel for a call: the largest that spills few registers.
 
     Trap: with gates those of "query" and "key" are equal; each adds its share of a tile's products.
     """
     large, half = capability(call.q) >= 9, call.q.dtype == torch.float16
     wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
-    small = name in ("query", "key") and (call.decays or (name == "key" and not large))
-    tokens = min(16 if wide or small else 32, power_of_two(call.q.shape[2]))
-    return Tile(tokens, 8 if wide or (half and tokens == 16 and not large) else 4)
+    decayed, roomy = bool(call.decays), large and not half
+    small = (name == "key" and not large) or (name in ("query", "key") and decayed and not roomy)
+    tokens = 16 if wide or small else 64 if roomy and not decayed else 32
+    warps = 8 if wide or (half and small and not large) else 4
+    return Tile(min(tokens, power_of_two(call.q.shape[2])), warps, 2 if tokens == 64 else 3)
 
 
 @dataclass(frozen=True)
@@ -283,11 +289,11 @@ def _gradients(
     if call.parts > 1:
         later = torch.empty_like(states)
         rows = with_strides(q, grad, out)
-        call.launch("later", *rows, *rest, later, call.eps, **constants)
+        call.launch("later", *rows, *rest, later, **constants)
         call.scan(later, whole, reverse=True)
     if call.parts > 1 and call.with_gates:
         across = F.pad((states[:, 1:] * later[:, :-1]).sum(-1), (0, 1))
-    own, more = (products, later, across, call.eps), with_strides(*grads[1:])
+    own, more = (products, later, across), with_strides(*grads[1:])
     call.launch("key", *given, *more, *rest, *own, **constants)
     return *grads, products if call.with_gates else None
 
@@ -330,6 +336,18 @@ def _factors(
 
 
 @triton.jit
+def _first_state(
+    state_ptr, row, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    STARTS: tl.constexpr,
+):  # fmt: skip
+    """Return the state (BD, BE) and the sum of the keys (BD,) before a part, or zeros."""
+    state, keys = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
+    if STARTS:
+        state, keys = load_state(state_ptr, row, D, E, BD, BE)
+    return state, keys
+
+
+@triton.jit
 def _visible(x, coarse, fine, BY_KEY: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
     """Apply decay and causal mask to x (C, C), whose rows are queries, or keys if BY_KEY."""
     row = tl.arange(0, C)
@@ -355,7 +373,7 @@ def _added(
 
 @triton.jit
 def _incoming(
-    go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, dtype: tl.constexpr, C: tl.constexpr,
+    go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, dtype: tl.constexpr, C: tl.constexpr,
     E: tl.constexpr, BE: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """Return G (C, BE) in ``dtype``, g and f (C,).
@@ -369,7 +387,7 @@ def _incoming(
         g = tl.load(g_ptr + t, mask=t < T, other=0.0)
     go, g, f = incoming(go_ptr, first, got, g, T, dtype, C, E, BE)
     if DIVIDE:
-        f = f / tl.maximum(tl.load(den_ptr + t, mask=t < T, other=1.0), eps)
+        f *= tl.load(den_ptr + t, mask=t < T, other=1.0)
         if dtype == tl.float16:
             go = unsaturated(go, load(o_ptr, first, ot, T, C, E, BE))
     return go, g, f
@@ -383,9 +401,9 @@ def _gradient_of_denominators(den_ptr, g_ptr, first, T, dq, q, pairs, f, eps, C:
     sums are G times the numerator, more exactly than with results in half precision.
     """
     t = first + tl.arange(0, C)
-    den = tl.load(den_ptr + t, mask=t < T, other=1.0)
+    inverse = tl.load(den_ptr + t, mask=t < T, other=1.0)
     g = -(tl.sum(q.to(tl.float32) * dq, 1) + tl.sum(pairs, 1)) * f
-    g = tl.where(den < eps, 0.0, g)
+    g = tl.where(inverse < 1.0 / eps, g, 0.0)
     tl.store(g_ptr + t, g, mask=t < T)
     return g
 
@@ -407,7 +425,7 @@ def _sums_kernel(
         k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
         _, _, _, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
         state = _added(state, k, v, out_of, whole, DECAYS > 0, True, PRECISION)
-        keys = keys * whole + tl.sum(k.to(tl.float32) * out_of[:, None], 0)
+        keys = keys * whole + column_sums(k, out_of, DECAYS > 0, PRECISION)
         decay = decay * whole
     row = sequence * tl.num_programs(1) + part
     store_state(state_ptr, state, keys, row, D, E, BD, BE)
@@ -438,34 +456,34 @@ def _forward_kernel(
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
     STARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T)."""
+    """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T) or, with DIVIDE, their
+    inverses."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
     v_ptr, o_ptr = head(v_ptr, sequence, H, vb, vh), head(o_ptr, sequence, H, ob, oh)
     gate_ptr = head(gate_ptr, sequence, H, gb, gh)
     den_ptr += sequence * T
     segment_ptr += sequence // H * T
-    state, keys = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
-    if STARTS:
-        row = sequence * tl.num_programs(1) + part
-        state, keys = load_state(state_ptr, row, D, E, BD, BE)
+    row = sequence * tl.num_programs(1) + part
+    state, keys = _first_state(state_ptr, row, D, E, BD, BE, STARTS)
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         t = first + tl.arange(0, C)
         q, k = load(q_ptr, first, qt, T, C, D, BD), load(k_ptr, first, kt, T, C, D, BD)
         v = load(v_ptr, first, vt, T, C, E, BE)
         coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
-        high, low, scale = split(state, q.dtype)
-        out = times(q, high, low, scale, PRECISION) * into[:, None]
+        high, low, scale = parts(state, q.dtype, KEYS)
+        out = times(q, high, low, scale, PRECISION, KEYS) * into[:, None]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = _visible(scores, coarse, fine, False, DECAYS, C)
         out += product(scores, v, PRECISION)
         if KEYS:
-            den = tl.sum(q.to(tl.float32) * keys[None, :], 1) * into + tl.sum(scores, 1)
-            tl.store(den_ptr + t, den, mask=t < T)
-            keys = keys * whole + tl.sum(k.to(tl.float32) * out_of[:, None], 0)
+            den = row_products(q, keys, PRECISION) * into + tl.sum(scores, 1)
             if DIVIDE:
-                out = quotient(out, den, eps, v.dtype)
+                den = 1.0 / tl.maximum(den, eps)
+                out = saturated(out * den[:, None], v.dtype)
+            tl.store(den_ptr + t, den, mask=t < T)
+            keys = keys * whole + column_sums(k, out_of, DECAYS > 0, PRECISION)
         store(o_ptr, out, first, ot, T, C, E, BE)
         state = _added(state, k, v, out_of, whole, DECAYS > 0, True, PRECISION)
 
@@ -489,30 +507,29 @@ def _query_kernel(
     den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
     product_ptr += sequence * T
     segment_ptr += sequence // H * T
-    state, keys = tl.zeros((BE, BD), tl.float32), tl.zeros((BD,), tl.float32)
-    if STARTS:
-        row = sequence * tl.num_programs(1) + part
-        state, keys = load_state(state_ptr, row, D, E, BD, BE)
-        state = tl.trans(state)
+    row = sequence * tl.num_programs(1) + part
+    state, keys = _first_state(state_ptr, row, D, E, BD, BE, STARTS)
+    state = tl.trans(state)
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         q, k = load(q_ptr, first, qt, T, C, D, BD), load(k_ptr, first, kt, T, C, D, BD)
         v = load(v_ptr, first, vt, T, C, E, BE)
         go, g, f = _incoming(
-            go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, k.dtype, C, E, BE,
+            go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, k.dtype, C, E, BE,
             KEYS and not DIVIDE, DIVIDE,
         )  # fmt: skip
         coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
-        high, low, scale = split(state, k.dtype)
-        dq = times(go, high, low, scale, PRECISION) * into[:, None]
+        high, low, scale = parts(state, k.dtype, KEYS or GRADS)
+        dq = times(go, high, low, scale, PRECISION, KEYS or GRADS) * into[:, None]
         p = tl.dot(go, tl.trans(v), input_precision=PRECISION)
         if DIVIDE:
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             pairs = _visible(scores * p, coarse, fine, False, DECAYS, C)
             g = _gradient_of_denominators(den_ptr, g_ptr, first, T, dq, q, pairs, f, eps, C)
         if KEYS:
-            dq, p = dq + (g * into)[:, None] * keys[None, :], p + g[:, None]
-            keys = keys * whole + tl.sum(k.to(tl.float32) * out_of[:, None], 0)
+            dq += outer_product(g * into, keys, k.dtype, PRECISION)
+            p += g[:, None]
+            keys = keys * whole + column_sums(k, out_of, DECAYS > 0, PRECISION)
         if GRADS:
             t = first + tl.arange(0, C)
             tl.store(product_ptr + t, tl.sum(q.to(tl.float32) * dq, 1) * f, mask=t < T)
@@ -524,7 +541,7 @@ def _query_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def _later_kernel(
     q_ptr, qb, qh, qt, go_ptr, gob, goh, got, o_ptr, ob, oh, ot, gate_ptr, gb, gh, gt, segment_ptr,
-    den_ptr, g_ptr, sum_ptr, eps, T, H, each,
+    den_ptr, g_ptr, sum_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
     STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
@@ -540,38 +557,45 @@ def _later_kernel(
     for i in range(part * each, end):
         first = (end - 1 - (i - part * each)) * C
         q = load(q_ptr, first, qt, T, C, D, BD)
-        go, g, f = _incoming(
-            go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, q.dtype, C, E, BE, KEYS, DIVIDE
-        )  # fmt: skip
+        go, g, f = _incoming(go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, q.dtype, C, E, BE,
+                             KEYS, DIVIDE)  # fmt: skip
         _, _, into, _, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
         state = _added(state, q, go, f * into, whole, True, GRADS, PRECISION)
         if KEYS:
-            keys = keys * whole + tl.sum(q.to(tl.float32) * (f * into * g)[:, None], 0)
+            keys = keys * whole + column_sums(q, f * into * g, True, PRECISION)
     row = sequence * tl.num_programs(1) + part
     store_state(sum_ptr, state, keys, row, D, E, BD, BE)
 
 
 @triton.jit
-def _through_state(state, keys, k, v, out_of, KEYS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the parts of the gradients of k and v (C, .) that come from later tiles."""
-    high, low, scale = split(state, k.dtype)
-    dv = times(k, high, low, scale, PRECISION) * out_of[:, None]
-    dk = times(v, tl.trans(high), tl.trans(low), scale, PRECISION)
+def _with_queries(
+    state, keys, q, rows, unit, go, f, g, into, whole, KEYS: tl.constexpr, DECAYS: tl.constexpr,
+    GRADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of the sums (BE, BD) and of the keys' sum (BD,) with those of a tile.
+
+    rows times unit: q times f.
+    """
+    if DECAYS > 0:
+        rows, unit, g = q, 1.0, f * into * g
+        state = _added(state, go, q, f * into, whole, True, GRADS, PRECISION)
+    else:
+        state += tl.dot(tl.trans(go), rows, input_precision=PRECISION) * unit
     if KEYS:
-        dk += keys[None, :]
-    return dk * out_of[:, None], dv
+        keys = keys * whole + column_sums(rows, g, True, PRECISION) * unit
+    return state, keys
 
 
 @triton.jit
-def _gradient_of_gates(product_ptr, first, T, total, through_keys, pairs, C: tl.constexpr):
+def _gradient_of_gates(product_ptr, first, T, total, k, dk, pairs, C: tl.constexpr):
     """Replace the products of a tile by the gradients of its gates; return the sum from here on.
 
     The gradient of a gate is the sum of q . dq - k . dk over its token and later ones.
-    through_keys: k . dk (C,) through the state. pairs: score times its gradient, keys by queries.
+    dk: the gradient of k through the state. pairs: score times its gradient, keys by queries.
     """
     t = first + tl.arange(0, C)
     own = tl.load(product_ptr + t, mask=t < T, other=0.0)
-    own += tl.sum(pairs, 0) - tl.sum(pairs, 1) - through_keys
+    own += tl.sum(pairs, 0) - tl.sum(pairs, 1) - tl.sum(k.to(tl.float32) * dk, 1)
     whole = tl.sum(own, 0)
     found = tl.where(t > 0, total + whole - tl.cumsum(own, 0) + own, 0.0)
     tl.store(product_ptr + t, found, mask=t < T)
@@ -582,13 +606,13 @@ def _gradient_of_gates(product_ptr, first, T, total, through_keys, pairs, C: tl.
 def _key_kernel(
     q_ptr, qb, qh, qt, k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, go_ptr, gob, goh, got, o_ptr, ob, oh,
     ot, dk_ptr, dkb, dkh, dkt, dv_ptr, dvb, dvh, dvt, gate_ptr, gb, gh, gt, segment_ptr, den_ptr,
-    g_ptr, product_ptr, state_ptr, across_ptr, eps, T, H, each,
+    g_ptr, product_ptr, state_ptr, across_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
     STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of k and v and, with GRADS, replace the products (L, T) by those of the
-    gates. The state is the gradient of the sums; across (L, N) is the gates' sum after a part."""
+    gates. The state is that of the sums, transposed. across (L, N): the gates' sum after a part."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = sequence * tl.num_programs(1) + part
     q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
@@ -596,36 +620,36 @@ def _key_kernel(
     dk_ptr, dv_ptr = head(dk_ptr, sequence, H, dkb, dkh), head(dv_ptr, sequence, H, dvb, dvh)
     go_ptr, gate_ptr = head(go_ptr, sequence, H, gob, goh), head(gate_ptr, sequence, H, gb, gh)
     den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
-    product_ptr += sequence * T
-    segment_ptr += sequence // H * T
-    state, keys, total = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32), 0.0
-    if STARTS:
-        state, keys = load_state(state_ptr, row, D, E, BD, BE)
-        if GRADS:
-            total = tl.load(across_ptr + row)
+    product_ptr, segment_ptr = product_ptr + sequence * T, segment_ptr + sequence // H * T
+    state, keys = _first_state(state_ptr, row, D, E, BD, BE, STARTS)
+    state, total = tl.trans(state), 0.0
+    exact: tl.constexpr = KEYS or GRADS
+    if STARTS and GRADS:
+        total = tl.load(across_ptr + row)
     end = tl.minimum(part * each + each, tl.cdiv(T, C))
     for i in range(part * each, end):
         first = (end - 1 - (i - part * each)) * C
         q, k = load(q_ptr, first, qt, T, C, D, BD), load(k_ptr, first, kt, T, C, D, BD)
         v = load(v_ptr, first, vt, T, C, E, BE)
-        go, g, f = _incoming(
-            go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, eps, k.dtype, C, E, BE, KEYS, DIVIDE
-        )  # fmt: skip
+        go, g, f = _incoming(go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, k.dtype, C, E, BE,
+                             KEYS, DIVIDE)  # fmt: skip
         coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
-        dk, dv = _through_state(state, keys, k, v, out_of, KEYS, PRECISION)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        scores = _visible(scores, coarse, fine, True, DECAYS, C) * f[None, :]
+        rows, rest, unit = parts(q.to(tl.float32) * f[:, None], k.dtype, GRADS)
+        scores = times(k, tl.trans(rows), tl.trans(rest), unit, PRECISION, GRADS)
+        scores = _visible(scores, coarse, fine, True, DECAYS, C)
+        high, low, scale = parts(state, k.dtype, exact)
+        dv = times(k, tl.trans(high), tl.trans(low), scale, PRECISION, exact) * out_of[:, None]
+        store(dv_ptr, dv + product(scores, go, PRECISION), first, dvt, T, C, E, BE)
+        dk = times(v, high, low, scale, PRECISION, exact)
         p = tl.dot(v, tl.trans(go), input_precision=PRECISION)
         if KEYS:
-            p += g[None, :]
+            dk += repeated(keys, C, k.dtype, PRECISION)
+            p += repeated(g, C, k.dtype, PRECISION)
+        dk *= out_of[:, None]
         if GRADS:
-            pairs, product_k = scores * p, tl.sum(k.to(tl.float32) * dk, 1)
-            total = _gradient_of_gates(product_ptr, first, T, total, product_k, pairs, C)
-        dv += product(scores, go, PRECISION)
-        store(dv_ptr, dv, first, dvt, T, C, E, BE)
-        p = _visible(p * f[None, :], coarse, fine, True, DECAYS, C)
-        dk += product(p, q, PRECISION)
+            total = _gradient_of_gates(product_ptr, first, T, total, k, dk, scores * p, C)
+        dk += product(_visible(p, coarse, fine, True, DECAYS, C), rows, PRECISION) * unit
         store(dk_ptr, dk, first, dkt, T, C, D, BD)
-        state = _added(state, q, go, f * into, whole, True, GRADS, PRECISION)
-        if KEYS:
-            keys = keys * whole + tl.sum(q.to(tl.float32) * (f * into * g)[:, None], 0)
+        state, keys = _with_queries(
+            state, keys, q, rows, unit, go, f, g, into, whole, KEYS, DECAYS, GRADS, PRECISION
+        )

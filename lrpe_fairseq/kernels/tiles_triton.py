@@ -4,6 +4,9 @@ Products are computed by tensor cores in the dtype of the rows, and summed in fl
 which is float32, is split in two parts of that dtype, high and low, which together have 16 bits or
 more. float16 has too small a range for sums, so a tile is divided by its largest number first.
 Numbers down to 2^-28 of the largest one keep all bits.
+
+Sums over rows or columns are products with 16 columns too: tensor cores compute them with fewer
+instructions than a reduction over threads.
 """
 
 import torch
@@ -142,27 +145,59 @@ def store_state(
 
 
 @triton.jit
-def cast(x, dtype: tl.constexpr):
-    """Return x / scale in ``dtype``, and the scale, which is 1 unless ``dtype`` is float16."""
+def scale_of(x, dtype: tl.constexpr):
+    """Return the number by which x is divided in ``dtype``: 1 unless it is float16."""
     scale = 1.0
     if dtype == tl.float16:
         scale = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY) / LARGEST
-        x = x * (1.0 / scale)
-    return x.to(dtype), scale
+    return scale
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """Return x / scale in ``dtype``, and the scale."""
+    scale = scale_of(x, dtype)
+    return (x * (1.0 / scale)).to(dtype), scale
+
+
+@triton.jit
+def leading(x, dtype: tl.constexpr):
+    """Return float32 x, cut or rounded to a number of ``dtype``."""
+    if dtype == tl.bfloat16:  # a mask is cheaper than a conversion to bfloat16 and back
+        x = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        x = x.to(dtype).to(tl.float32)
+    return x
 
 
 @triton.jit
 def split(x, dtype: tl.constexpr):
     """Return (high, low, scale) with x = (high + low) scale; low is 0 in float32."""
-    high, scale = cast(x, dtype)
-    return high, (x * (1.0 / scale) - high.to(tl.float32)).to(dtype), scale
+    scale = scale_of(x, dtype)
+    x = x * (1.0 / scale)
+    high = leading(x, dtype)
+    return high.to(dtype), (x - high).to(dtype), scale
 
 
 @triton.jit
-def times(a, high, low, scale, PRECISION: tl.constexpr):
-    """Return the product of a and a state that was split."""
+def parts(x, dtype: tl.constexpr, EXACT: tl.constexpr):
+    """Return x (high, low, scale) for ``times``: split if EXACT, else rounded, and low is not used.
+
+    EXACT for quotients, whose gradients are differences of large terms, and for gradients of gates.
+    """
+    if EXACT:
+        high, low, scale = split(x, dtype)
+    else:
+        high, scale = cast(x, dtype)
+        low = high
+    return high, low, scale
+
+
+@triton.jit
+def times(a, high, low, scale, PRECISION: tl.constexpr, EXACT: tl.constexpr = True):
+    """Return the product of a and a state that was split; of its high part only unless EXACT."""
     out = tl.dot(a, high, input_precision=PRECISION)
-    if a.dtype != tl.float32:
+    if EXACT and a.dtype != tl.float32:
         out = tl.dot(a, low, out)
     return out * scale
 
@@ -172,6 +207,62 @@ def product(x, b, PRECISION: tl.constexpr):
     """Return x b, with float32 x rounded to the dtype of b."""
     x, scale = cast(x, b.dtype)
     return tl.dot(x, b, input_precision=PRECISION) * scale
+
+
+@triton.jit
+def three_parts(x, dtype: tl.constexpr, BY_GROUP: tl.constexpr):
+    """Split float32 x (N,) in three parts of ``dtype``, whose sum is x.
+
+    Returns: (N, 16), with a part in every column of a group of four if BY_GROUP, else in every
+        fourth column, and 0 in the remaining ones; and the scale of :func:`cast`.
+    """
+    column = tl.arange(0, 16)[None, :]
+    place = column // 4 if BY_GROUP else column % 4
+    x = tl.broadcast_to(x[:, None], x.shape[0], 16)
+    scale = scale_of(x, dtype)
+    x = x * (1.0 / scale)
+    high = leading(x, dtype)
+    middle = leading(x - high, dtype)
+    low = x - high - middle
+    x = tl.where(place < 2, tl.where(place == 0, high, middle), tl.where(place == 2, low, 0.0))
+    return x.to(dtype), scale
+
+
+@triton.jit
+def row_products(a, x, PRECISION: tl.constexpr):
+    """Return the products (C,) of the rows of a (C, N) and x (N,), by tensor cores."""
+    b, scale = three_parts(x, a.dtype, True)
+    return tl.sum(tl.dot(a, b, input_precision=PRECISION), 1) * (scale / 4)
+
+
+@triton.jit
+def column_sums(a, weight, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the sums (N,) of the rows of a (C, N), times weights (C,) if WEIGHTED."""
+    if WEIGHTED:
+        b, scale = three_parts(weight, a.dtype, True)
+        out = tl.sum(tl.dot(tl.trans(a), b, input_precision=PRECISION), 1) * (scale / 4)
+    else:
+        ones = tl.full((a.shape[0], 16), 1.0, a.dtype)
+        out = tl.sum(tl.dot(tl.trans(a), ones, input_precision=PRECISION), 1) / 16
+    return out
+
+
+@triton.jit
+def repeated(x, C: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Return x (N,) in each of C rows, (C, N), by tensor cores.
+
+    It is faster than a broadcast, for which all threads load x in another order.
+    """
+    b, scale = three_parts(x, dtype, True)
+    return tl.dot(tl.full((C, 16), 0.25, dtype), tl.trans(b), input_precision=PRECISION) * scale
+
+
+@triton.jit
+def outer_product(a, b, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Return a b^T (C, N) of a (C,) and b (N,) by tensor cores."""
+    a, scale = three_parts(a, dtype, False)
+    b, other = three_parts(b, dtype, True)
+    return tl.dot(a, tl.trans(b), input_precision=PRECISION) * (scale * other)
 
 
 @triton.jit
@@ -214,7 +305,12 @@ def unsaturated(go, o):
 @triton.jit
 def quotient(numerator, denominator, eps, dtype: tl.constexpr):
     """Divide rows by denominators (C,) of at least ``eps``; float16 saturates."""
-    out = numerator / tl.maximum(denominator, eps)[:, None]
+    return saturated(numerator * (1.0 / tl.maximum(denominator, eps))[:, None], dtype)
+
+
+@triton.jit
+def saturated(out, dtype: tl.constexpr):
+    """Return quotients, which saturate float16."""
     if dtype == tl.float16:
         out = tl.minimum(tl.maximum(out, -SATURATED), SATURATED)
     return out
