@@ -24,6 +24,17 @@ def test_no_function_is_longer_than_50_lines():
     assert not found, "\n".join(found)
 
 
+def test_no_kernel_assigns_to_a_tuple_within_a_tuple():
+    """The interpreter and newer releases run it, Triton 3.6 does not compile it."""
+    for path in (ROOT / "lrpe_fairseq" / "kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if "triton.jit" in "".join(map(ast.unparse, getattr(node, "decorator_list", []))):
+                targets = [x for x in ast.walk(node) if isinstance(x, ast.Tuple)]
+                stored = [x for x in targets if isinstance(x.ctx, ast.Store)]
+                inner = [y for x in stored for y in x.elts if isinstance(y, ast.Tuple)]
+                assert not inner, f"{path.name}: {node.name}"
+
+
 def words_of(path):
     """The names and the strings of a module, without its docstrings."""
     tree = ast.parse(path.read_text("utf-8"))

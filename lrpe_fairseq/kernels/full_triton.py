@@ -21,18 +21,21 @@ from lrpe_fairseq.kernels.dispatch import gradients_of
 from lrpe_fairseq.kernels.loader import launch
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
+    cast,
     cdiv,
+    column_sums,
     head,
     incoming,
     load,
     load_state,
     narrow,
-    outer,
+    outer_product,
+    parts,
     power_of_two,
-    quotient,
     result_like,
     result_type,
-    split,
+    row_products,
+    saturated,
     store,
     store_state,
     straight,
@@ -41,7 +44,8 @@ from lrpe_fairseq.kernels.tiles_triton import (
     with_strides,
 )
 
-TILE = 32  # tokens
+TILE = 64
+"""Longest tile in tokens."""
 
 
 def full_sums(
@@ -116,9 +120,14 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> l
 
 def _parts(x: Tensor) -> tuple[int, int]:
     """Return the number of tiles of x (B, H, T, .) in a part, and that of parts."""
-    tiles = cdiv(x.shape[2], TILE)
+    tiles = cdiv(x.shape[2], _tile(x))
     each = cdiv(tiles, max(1, PROGRAMS // (x.shape[0] * x.shape[1])))
     return each, cdiv(tiles, each)
+
+
+def _tile(x: Tensor) -> int:
+    """Return the tokens of a tile of x (B, H, T, .): fewer for short texts."""
+    return min(TILE, power_of_two(x.shape[2]))
 
 
 def _per_part(x: Tensor, v: Tensor) -> Tensor:
@@ -140,7 +149,7 @@ def _launch(kernel, x: Tensor, v: Tensor, *arguments: Any, **constants: bool) ->
         *sizes,
         D=x.shape[3],
         E=v.shape[3],
-        C=TILE,
+        C=_tile(x),
         BD=blocks[0],
         BE=blocks[1],
         PRECISION="tf32x3" if wide else "tf32",
@@ -168,7 +177,7 @@ def _total_kernel(
         first = i * C
         k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
         state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
-        keys += tl.sum(k.to(tl.float32), 0)
+        keys += column_sums(k, keys, False, PRECISION)
     row = sequence * tl.num_programs(1) + part
     store_state(state_ptr, state, keys, row, D, E, BD, BE)
 
@@ -179,20 +188,22 @@ def _output_kernel(
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     KEYS: tl.constexpr, DIVIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T)."""
+    """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T) or, with DIVIDE, their
+    inverses."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_ptr, o_ptr = head(q_ptr, sequence, H, qb, qh), head(o_ptr, sequence, H, ob, oh)
     state, keys = load_state(state_ptr, sequence, D, E, BD, BE)
-    high, low, scale = split(state, q_ptr.dtype.element_ty)
+    high, low, scale = parts(state, q_ptr.dtype.element_ty, KEYS)
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         q, t = load(q_ptr, first, qt, T, C, D, BD), first + tl.arange(0, C)
-        out = times(q, high, low, scale, PRECISION)
+        out = times(q, high, low, scale, PRECISION, KEYS)
         if KEYS:
-            den = tl.sum(q.to(tl.float32) * keys[None, :], 1)
-            tl.store(den_ptr + sequence * T + t, den, mask=t < T)
+            den = row_products(q, keys, PRECISION)
             if DIVIDE:
-                out = quotient(out, den, eps, q.dtype)
+                den = 1.0 / tl.maximum(den, eps)
+                out = saturated(out * den[:, None], q.dtype)
+            tl.store(den_ptr + sequence * T + t, den, mask=t < T)
         store(o_ptr, out, first, ot, T, C, E, BE)
 
 
@@ -213,8 +224,8 @@ def _query_kernel(
     o_ptr, dq_ptr = head(o_ptr, sequence, H, ob, oh), head(dq_ptr, sequence, H, dqb, dqh)
     den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
     state, keys = load_state(state_ptr, sequence, D, E, BD, BE)
-    high, low, scale = split(tl.trans(state), q_ptr.dtype.element_ty)
-    own, own_keys = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
+    high, low, scale = parts(tl.trans(state), q_ptr.dtype.element_ty, KEYS)
+    own, own_keys = tl.zeros((BE, BD), tl.float32), tl.zeros((BD,), tl.float32)
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         q, t = load(q_ptr, first, qt, T, C, D, BD), first + tl.arange(0, C)
@@ -224,18 +235,18 @@ def _query_kernel(
         go, g, f = incoming(go_ptr, first, got, g, T, q.dtype, C, E, BE)
         if DIVIDE and q.dtype == tl.float16:
             go = unsaturated(go, load(o_ptr, first, ot, T, C, E, BE))
-        dq = times(go, high, low, scale, PRECISION)
+        dq = times(go, high, low, scale, PRECISION, KEYS)
         if DIVIDE:
-            den = tl.load(den_ptr + t, mask=t < T, other=1.0)
-            f = 1.0 / tl.maximum(den, eps)
-            g = tl.where(den < eps, 0.0, -tl.sum(q.to(tl.float32) * dq, 1) * f)
+            f = tl.load(den_ptr + t, mask=t < T, other=1.0)
+            g = tl.where(f < 1.0 / eps, -tl.sum(q.to(tl.float32) * dq, 1) * f, 0.0)
+        rows, unit = cast(q.to(tl.float32) * f[:, None], q.dtype)
         if KEYS:
-            dq += g[:, None] * keys[None, :]
-            own_keys += tl.sum(q.to(tl.float32) * (f * g)[:, None], 0)
+            dq += outer_product(g, keys, q.dtype, PRECISION)
+            own_keys += column_sums(rows, g, True, PRECISION) * unit
         store(dq_ptr, dq * f[:, None], first, dqt, T, C, D, BD)
-        own += outer(q, go.to(tl.float32) * f[:, None], True, PRECISION)
+        own += tl.dot(tl.trans(go), rows, input_precision=PRECISION) * unit
     row = sequence * tl.num_programs(1) + part
-    store_state(own_ptr, own, own_keys, row, D, E, BD, BE)
+    store_state(own_ptr, tl.trans(own), own_keys, row, D, E, BD, BE)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -249,12 +260,12 @@ def _key_kernel(
     k_ptr, v_ptr = head(k_ptr, sequence, H, kb, kh), head(v_ptr, sequence, H, vb, vh)
     dk_ptr, dv_ptr = head(dk_ptr, sequence, H, dkb, dkh), head(dv_ptr, sequence, H, dvb, dvh)
     state, keys = load_state(state_ptr, sequence, D, E, BD, BE)
-    high, low, scale = split(state, k_ptr.dtype.element_ty)
+    high, low, scale = parts(state, k_ptr.dtype.element_ty, KEYS)
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
-        store(dv_ptr, times(k, high, low, scale, PRECISION), first, dvt, T, C, E, BE)
-        dk = times(v, tl.trans(high), tl.trans(low), scale, PRECISION)
+        store(dv_ptr, times(k, high, low, scale, PRECISION, KEYS), first, dvt, T, C, E, BE)
+        dk = times(v, tl.trans(high), tl.trans(low), scale, PRECISION, KEYS)
         if KEYS:
             dk += keys[None, :]
         store(dk_ptr, dk, first, dkt, T, C, D, BD)
