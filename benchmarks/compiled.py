@@ -250,8 +250,8 @@ FAMILIES = {
 def may_spill(row: dict[str, Any]) -> int:
     """Return the bytes that a kernel may spill; 255 registers are 1,020.
 
-    None, but in linear attention 1,280 of the chunked form, and some with states of 4,096 numbers in
-    registers.
+    None, but in linear attention 1,280 of the chunked form, and some with states of 4,096 numbers
+    in registers.
     """
     if row["family"] != "linear":
         return 0

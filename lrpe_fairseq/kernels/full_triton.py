@@ -126,8 +126,8 @@ def _parts(x: Tensor) -> tuple[int, int]:
 
 
 def _tile(x: Tensor) -> int:
-    """Return the tokens of a tile of x (B, H, T, .): fewer for short texts."""
-    return min(TILE, power_of_two(x.shape[2]))
+    """Return the tokens of a tile of x (B, H, T, .): fewer for wide features and short texts."""
+    return min(TILE if x.shape[3] <= 64 else TILE // 2, power_of_two(x.shape[2]))
 
 
 def _per_part(x: Tensor, v: Tensor) -> Tensor:
