@@ -258,8 +258,8 @@ def may_spill(row: dict[str, Any]) -> int:
     large, usual = row["capability"] == 90, row["case"].endswith("64/64")
     if not usual and not (large and row["case"].endswith("128/64")):
         return 1280
-    rest = {} if large else {"_forward_kernel": 40, "_query_kernel": 16, "_later_kernel": 76}
-    return ({"_key_kernel": 224} | rest).get(row["kernel"], 0)
+    rest = {} if large else {"_query_kernel": 16, "_later_kernel": 76}
+    return ({"_key_kernel": 224, "_forward_kernel": 64} | rest).get(row["kernel"], 0)
 
 
 class _Driver:

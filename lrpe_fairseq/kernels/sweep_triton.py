@@ -106,7 +106,8 @@ def tile_of(name: str, call: "_Call") -> Tile:
     wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
     decayed, roomy = bool(call.decays), large and not half
     small = (name == "key" and not large) or (name in ("query", "key") and decayed and not roomy)
-    tokens = 16 if wide or small else 64 if roomy and not decayed else 32
+    long = roomy and (name == "forward" or not decayed)
+    tokens = 16 if wide or small else 64 if long else 32
     warps = 8 if wide or (half and small and not large) else 4
     return Tile(min(tokens, power_of_two(call.q.shape[2])), warps, 2 if tokens == 64 else 3)
 

@@ -25,7 +25,7 @@ BOUND = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 """Largest error of outputs and gradients, relative to the largest reference (at least 0.02)."""
 
 
-SHAPES = [(1, 32, 32), (17, 24, 16), (70, 64, 64), (50, 128, 64), (33, 20, 48), (20, 192, 64)]
+SHAPES = [(1, 32, 32), (17, 24, 16), (70, 64, 64), (50, 128, 64), (130, 20, 48), (20, 192, 64)]
 """Time, key width and value width."""
 
 
@@ -111,20 +111,27 @@ SLOW = ((70, 64, 64), (50, 128, 64))
 """Shapes that take the interpreter longest."""
 
 
+LONGEST_TILES = [
+    ((130, 20, 48), wanted, decay, False, programs, torch.bfloat16)
+    for wanted, decay, programs in pairwise(FACTORS[1], [None, "token"], [1, 1000])
+]
+"""Forms whose tiles have 64 tokens on a large GPU, with a last tile of two."""
+
+
 def cases(*factors):
     found = pairwise(*factors)
     return [pytest.param(*x, marks=[pytest.mark.exhaustive] * (x[0] in SLOW)) for x in found]
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted", "decay", "documents", "programs", "dtype"), cases(*FACTORS)
+    ("shape", "wanted", "decay", "documents", "programs", "dtype"),
+    [*cases(*FACTORS), *LONGEST_TILES],
 )
 def test_outputs_and_gradients_equal_the_definition(
     shape, wanted, decay, documents, programs, dtype, monkeypatch
 ):
     """In one part and in many."""
     monkeypatch.setattr(sweep_triton, "PROGRAMS", programs)
-    monkeypatch.setattr(sweep_triton, "SPAN", 32)
     leaves, segments = example(*shape, dtype, decay, documents)
     found = errors(leaves, wanted, segments)
     assert max(found) <= BOUND[dtype]
