@@ -303,12 +303,6 @@ def unsaturated(go, o):
 
 
 @triton.jit
-def quotient(numerator, denominator, eps, dtype: tl.constexpr):
-    """Divide rows by denominators (C,) of at least ``eps``; float16 saturates."""
-    return saturated(numerator * (1.0 / tl.maximum(denominator, eps))[:, None], dtype)
-
-
-@triton.jit
 def saturated(out, dtype: tl.constexpr):
     """Return quotients, which saturate float16."""
     if dtype == tl.float16:
