@@ -259,7 +259,7 @@ def may_spill(row: dict[str, Any]) -> int:
     if not usual and not (large and row["case"].endswith("128/64")):
         return 1280
     rest = {} if large else {"_query_kernel": 16, "_later_kernel": 76}
-    return ({"_key_kernel": 224, "_forward_kernel": 64} | rest).get(row["kernel"], 0)
+    return ({"_key_kernel": 168, "_forward_kernel": 88} | rest).get(row["kernel"], 0)
 
 
 class _Driver:

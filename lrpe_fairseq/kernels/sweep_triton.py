@@ -6,9 +6,10 @@ those of k, v and the gates from right to left. The quotient and its gradient ar
 If there are too few sequences to occupy a GPU, each is divided into parts, whose first states come
 from a scan. The definition is ``causal.definition``.
 
-A decay is exp of a sum of logarithms, which are at most 0. They are split into multiples of 1/1024,
-whose float32 sums are exact, and a rest. So differences of sums are exact, and no exponent is
-positive. A document begins with a logarithm of :data:`LOWEST`, which removes the state.
+A decay is 2 to the power of a sum of logarithms, which are at most 0. A launch before all others
+sums them over every :data:`SPAN` tokens. They are split into multiples of 1/1024, whose float32
+sums are exact, and a rest. So differences of sums are exact, and no exponent is positive. A
+document begins with a logarithm of :data:`LOWEST`, which removes the state.
 
 Axes: B batch, H heads, L = B H sequences, N parts, T time, D key width, E value width. A state is
 D E + D numbers in memory: sum_t k_t v_t^T, then sum_t k_t.
@@ -62,8 +63,10 @@ which starts anew in every part, so that rounding errors do not add up."""
 SPAN = 64
 """Tokens; the parts of a sequence are multiples of it, and no tile is longer."""
 
-LOWEST = tl.constexpr(-105.0)  # exp of it is 0 in float32; smaller logarithms are set to it
-GRID = tl.constexpr(1024.0)  # sums of up to 128 multiples of 1 / GRID, at least LOWEST, are exact
+BLOCK = tl.constexpr(SPAN)
+LOWEST = tl.constexpr(-152.0)  # 2^-152 is 0 in float32; smaller logarithms are set to it
+GRID = tl.constexpr(1024.0)  # sums of up to 107 multiples of 1 / GRID, at least LOWEST, are exact
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def causal_sums(
@@ -104,7 +107,7 @@ def tile_of(name: str, call: "_Call") -> Tile:
     """
     large, half = capability(call.q) >= 9, call.q.dtype == torch.float16
     wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
-    decayed, roomy = bool(call.decays), large and not half
+    decayed, roomy = call.decays, large and not half
     small = (name == "key" and not large) or (name in ("query", "key") and decayed and not roomy)
     long = roomy and (name == "forward" or not decayed)
     tokens = 16 if wide or small else 64 if long else 32
@@ -118,10 +121,9 @@ class _Call:
 
     q: Tensor
     v: Tensor
-    gates: Tensor | None
-    segments: Tensor | None
     wanted: str
     eps: float
+    decays: bool
     with_gates: bool
 
     @cached_property
@@ -141,17 +143,6 @@ class _Call:
     @cached_property
     def parts(self) -> int:
         return cdiv(self.q.shape[2], self.span)
-
-    @cached_property
-    def masks(self) -> list[Tensor | int]:
-        """Gates with their strides, and segments; anything where there are none."""
-        gates = self.q if self.gates is None else self.gates
-        return [*with_strides(gates), self.q if self.segments is None else self.segments]
-
-    @cached_property
-    def decays(self) -> int:
-        """0 for none, 1 for gates, 2 for segments, 3 for both."""
-        return (self.gates is not None) + 2 * (self.segments is not None)
 
     @cached_property
     def constants(self) -> dict:
@@ -196,21 +187,21 @@ class _Sweep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, segments, wanted, eps):
-        gates = None if log_decay is None else log_decay.detach().float()
-        call = _Call(q, v, gates, segments, wanted, eps, ctx.needs_input_grad[3])
+        decays = log_decay is not None or segments is not None
+        call = _Call(q, v, wanted, eps, decays, ctx.needs_input_grad[3])
         out = result_like(q, v.shape[3], result_type(v, wanted))
         denominator = call.vector(q.shape[2])
+        logs = _sums_of_logarithms(call, log_decay, segments) if decays else q
         states = whole = q  # not read
         if call.parts > 1:
             width = q.shape[3] * (v.shape[3] + 1)
             states, whole = call.vector(call.parts, width), call.vector(call.parts)
-            rest = (*call.masks, states, whole)
-            call.launch("sums", *with_strides(k, v), *rest)
+            call.launch("sums", *with_strides(k, v), logs, states, whole)
             call.scan(states, whole, reverse=False)
-        rest = (*call.masks, denominator, states, eps)
+        rest = (logs, denominator, states, eps)
         call.launch("forward", *with_strides(q, k, v, out), *rest, **call.modes)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
-        ctx.save_for_backward(q, k, v, log_decay, segments, gates, states, whole, *kept)
+        ctx.save_for_backward(q, k, v, log_decay, segments, logs, states, whole, *kept)
         ctx.settings = wanted, eps
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*([] if wanted == "sums" else [denominator]))
@@ -220,7 +211,7 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx, grad, grad_denominator):
         if grad is None and grad_denominator is None:
             return (None,) * 7
-        q, _, v, log_decay, segments, gates, *kept = ctx.saved_tensors
+        q, _, v, log_decay, segments, *kept = ctx.saved_tensors
         wanted, eps = ctx.settings
         if grad is None:
             grad = v.new_zeros((), dtype=torch.float32).expand(*q.shape[:3], v.shape[3])
@@ -228,13 +219,25 @@ class _Sweep(torch.autograd.Function):
             grad_denominator = grad.new_zeros(q.shape[:3])
         if torch.is_grad_enabled():
             return *_gradients_as_graph(ctx, grad, grad_denominator), None, None, None
-        call = _Call(q, v, gates, segments, wanted, eps, ctx.needs_input_grad[3])
+        decays = log_decay is not None or segments is not None
+        call = _Call(q, v, wanted, eps, decays, ctx.needs_input_grad[3])
         *grads, found = _gradients(
             call, *ctx.saved_tensors[:3], straight(grad), grad_denominator, *kept
         )
         if found is not None:
             found = found.unflatten(0, q.shape[:2]).to(log_decay.dtype)
         return *grads, found, None, None, None
+
+
+def _sums_of_logarithms(call: _Call, gates: Tensor | None, segments: Tensor | None) -> Tensor:
+    """Return the sums (L, N, 2, SPAN) of the logarithms of a decay; see ``_logarithms_kernel``."""
+    _, heads, time, _ = call.q.shape
+    logs = call.vector(cdiv(time, SPAN), 2, SPAN)
+    constants = {"GATES": gates is not None, "SEGMENTS": segments is not None, "num_warps": 2}
+    given = with_strides(call.q if gates is None else gates.detach())
+    rest = (call.q if segments is None else segments, logs, time, heads)
+    launch(_logarithms_kernel, logs.shape[:2], *given, *rest, **constants)
+    return logs
 
 
 def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> list[Tensor | None]:
@@ -270,6 +273,7 @@ def _gradients(
     v: Tensor,
     grad: Tensor,
     grad_denominator: Tensor | None,
+    logs: Tensor,
     states: Tensor,
     whole: Tensor,
     out: Tensor | None,
@@ -281,59 +285,90 @@ def _gradients(
     g = g.float().contiguous()
     grads = [torch.empty_like(x) for x in (q, k, v)]
     products = call.vector(q.shape[2]) if call.with_gates else q
-    given, rest = with_strides(q, k, v, grad, out), (*call.masks, denominator, g)
+    given, rest = with_strides(q, k, v, grad, out), (logs, denominator, g)
     constants = {**call.modes, "GRADS": call.with_gates}
     own = (products, states, call.eps)
     more = with_strides(grads[0])
     call.launch("query", *given, *more, *rest, *own, **constants)
-    later, across = q, q  # not read
+    later = q  # not read
     if call.parts > 1:
         later = torch.empty_like(states)
         rows = with_strides(q, grad, out)
         call.launch("later", *rows, *rest, later, **constants)
         call.scan(later, whole, reverse=True)
-    if call.parts > 1 and call.with_gates:
-        across = F.pad((states[:, 1:] * later[:, :-1]).sum(-1), (0, 1))
-    own, more = (products, later, across), with_strides(*grads[1:])
+    own, more = (products, later), with_strides(*grads[1:])
     call.launch("key", *given, *more, *rest, *own, **constants)
-    return *grads, products if call.with_gates else None
+    if not call.with_gates:
+        return *grads, None
+    across = q  # not read
+    if call.parts > 1:
+        across = F.pad((states[:, 1:] * later[:, :-1]).sum(-1), (0, 1))
+    grid, starts = (call.sequences, call.parts), call.modes["STARTS"]
+    launch(_gates_kernel, grid, products, across, q.shape[2], call.span, STARTS=starts, BLOCK=256)
+    return *grads, products
 
 
 # --- kernels: program 0 is the sequence, program 1 the part -------------------------------------
 #
-# Times and strides of gates take any value in one compiled form. Strides of rows keep Triton's two
-# forms, multiples of 16 or not, because loads of 16 bytes need multiples.
+# Times take any value in one compiled form. Strides of rows keep Triton's two forms, multiples of
+# 16 or not, because loads of 16 bytes need multiples.
 
-SIZES = ["gb", "gh", "gt", "T", "H", "each"]
+SIZES = ["T", "H", "each"]
+
+
+@triton.jit(do_not_specialize=["gb", "gh", "gt", "T", "H"])
+def _logarithms_kernel(
+    gate_ptr, gb, gh, gt, segment_ptr, log_ptr, T, H, GATES: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of logarithms up to each token of a block (L, N, 2, BLOCK): the exact part,
+    and the rest. Program 1 is the block."""
+    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.arange(0, BLOCK)
+    t, log = block * BLOCK + place, tl.zeros((BLOCK,), tl.float32)
+    if GATES:
+        at = head(gate_ptr, sequence, H, gb, gh) + t.to(tl.int64) * gt
+        log = tl.load(at, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
+    if SEGMENTS:
+        segment_ptr += sequence // H * T
+        own = tl.load(segment_ptr + t, mask=t < T, other=0)
+        before = tl.load(segment_ptr + t - 1, mask=(t > 0) & (t < T), other=0)
+        log = tl.where(own == before, log, LOWEST)
+    log = tl.maximum(log, LOWEST)
+    step = tl.ceil(log * GRID) / GRID
+    log_ptr += (sequence * tl.num_programs(1) + block) * 2 * BLOCK + place
+    tl.store(log_ptr, tl.cumsum(step, 0))
+    tl.store(log_ptr + BLOCK, tl.cumsum(log - step, 0))
 
 
 @triton.jit
-def _factors(
-    gate_ptr, gt, segment_ptr, first, T,
-    C: tl.constexpr, DECAYS: tl.constexpr,
-):  # fmt: skip
-    """Return the decay of a tile, from gates (DECAYS is 1), segments (2) or both (3).
+def _factors(log_ptr, first, C: tl.constexpr, DECAYS: tl.constexpr):
+    """Return the decay of a tile.
 
     Returns: sums of the logarithms up to each token (C,), as coarse + fine, of which coarse is
         exact; the factors (C,) from the state before the tile to each query, and from each key to
         the state after it; and the factor of the state over the whole tile.
     """
-    t, log = first + tl.arange(0, C), tl.zeros((C,), tl.float32)
-    coarse, fine, into, out_of, whole = log, log, log + 1.0, log + 1.0, 1.0
-    if DECAYS % 2 == 1:
-        log = tl.load(gate_ptr + t.to(tl.int64) * gt, mask=t < T, other=0.0)
-    if DECAYS >= 2:
-        own = tl.load(segment_ptr + t, mask=t < T, other=0)
-        before = tl.load(segment_ptr + t - 1, mask=(t > 0) & (t < T), other=0)
-        log = tl.where(own == before, log, LOWEST)
-    if DECAYS > 0:
-        log = tl.maximum(log, LOWEST)
-        step = tl.ceil(log * GRID) / GRID
-        coarse, fine = tl.cumsum(step, 0), tl.cumsum(log - step, 0)
-        most, rest = tl.sum(step, 0), tl.sum(log - step, 0)
-        into, whole = tl.exp(coarse + fine), tl.exp(most + rest)
-        out_of = tl.exp(tl.minimum((most - coarse) + (rest - fine), 0.0))
+    coarse, fine = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    into, out_of, whole = coarse + 1.0, coarse + 1.0, 1.0
+    if DECAYS:
+        place, own = first % BLOCK, tl.arange(0, C)
+        log_ptr += first // BLOCK * (2 * BLOCK) + place
+        coarse, fine = tl.load(log_ptr + own), tl.load(log_ptr + BLOCK + own)
+        last, rest = tl.load(log_ptr + C - 1), tl.load(log_ptr + BLOCK + C - 1)
+        before, more = 0.0, 0.0
+        if C < BLOCK:
+            before = tl.load(log_ptr - 1, mask=place > 0, other=0.0)
+            more = tl.load(log_ptr + BLOCK - 1, mask=place > 0, other=0.0)
+        into = tl.exp2((coarse - before) + (fine - more))
+        out_of = tl.exp2((last - coarse) + (rest - fine))
+        whole = tl.exp2((last - before) + (rest - more))
     return coarse, fine, into, out_of, whole
+
+
+@triton.jit
+def _logs_of(log_ptr, sequence, T):
+    """Return the address of the sums of a sequence; see ``_logarithms_kernel``."""
+    return log_ptr + sequence * tl.cdiv(T, BLOCK) * (2 * BLOCK)
 
 
 @triton.jit
@@ -353,9 +388,9 @@ def _visible(x, coarse, fine, BY_KEY: tl.constexpr, DECAYS: tl.constexpr, C: tl.
     """Apply decay and causal mask to x (C, C), whose rows are queries, or keys if BY_KEY."""
     row = tl.arange(0, C)
     seen = row[:, None] <= row[None, :] if BY_KEY else row[:, None] >= row[None, :]
-    if DECAYS > 0:
+    if DECAYS:
         log = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-        x = x * tl.exp(tl.minimum(-log if BY_KEY else log, 0.0))
+        x = x * tl.exp2(tl.minimum(-log if BY_KEY else log, 0.0))
     return tl.where(seen, x, 0.0)
 
 
@@ -366,7 +401,7 @@ def _added(
     """Return state * whole + a^T (b * factor)."""
     if WEIGHTED:
         b = b.to(tl.float32) * factor[:, None]
-        state = state * whole + outer(a, b, EXACT, PRECISION)
+        state = outer(a, b, state * whole, EXACT, PRECISION)
     else:
         state = tl.dot(tl.trans(a), b, state, input_precision=PRECISION)
     return state
@@ -411,22 +446,21 @@ def _gradient_of_denominators(den_ptr, g_ptr, first, T, dq, q, pairs, f, eps, C:
 
 @triton.jit(do_not_specialize=SIZES)
 def _sums_kernel(
-    k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, gate_ptr, gb, gh, gt, segment_ptr, state_ptr, whole_ptr,
-    T, H, each, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, log_ptr, state_ptr, whole_ptr, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of every part (L, N, D E + D), and its decay (L, N)."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k_ptr, v_ptr = head(k_ptr, sequence, H, kb, kh), head(v_ptr, sequence, H, vb, vh)
-    gate_ptr = head(gate_ptr, sequence, H, gb, gh)
-    segment_ptr += sequence // H * T
+    log_ptr = _logs_of(log_ptr, sequence, T)
     state, keys, decay = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32), 1.0
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
-        _, _, _, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
-        state = _added(state, k, v, out_of, whole, DECAYS > 0, True, PRECISION)
-        keys = keys * whole + column_sums(k, out_of, DECAYS > 0, PRECISION)
+        _, _, _, out_of, whole = _factors(log_ptr, first, C, DECAYS)
+        state = _added(state, k, v, out_of, whole, DECAYS, True, PRECISION)
+        keys = keys * whole + column_sums(k, out_of, DECAYS, PRECISION)
         decay = decay * whole
     row = sequence * tl.num_programs(1) + part
     store_state(state_ptr, state, keys, row, D, E, BD, BE)
@@ -452,7 +486,7 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     q_ptr, qb, qh, qt, k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, o_ptr, ob, oh, ot,
-    gate_ptr, gb, gh, gt, segment_ptr, den_ptr, state_ptr, eps, T, H, each,
+    log_ptr, den_ptr, state_ptr, eps, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
     STARTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -462,9 +496,7 @@ def _forward_kernel(
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
     v_ptr, o_ptr = head(v_ptr, sequence, H, vb, vh), head(o_ptr, sequence, H, ob, oh)
-    gate_ptr = head(gate_ptr, sequence, H, gb, gh)
-    den_ptr += sequence * T
-    segment_ptr += sequence // H * T
+    den_ptr, log_ptr = den_ptr + sequence * T, _logs_of(log_ptr, sequence, T)
     row = sequence * tl.num_programs(1) + part
     state, keys = _first_state(state_ptr, row, D, E, BD, BE, STARTS)
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
@@ -472,7 +504,7 @@ def _forward_kernel(
         t = first + tl.arange(0, C)
         q, k = load(q_ptr, first, qt, T, C, D, BD), load(k_ptr, first, kt, T, C, D, BD)
         v = load(v_ptr, first, vt, T, C, E, BE)
-        coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        coarse, fine, into, out_of, whole = _factors(log_ptr, first, C, DECAYS)
         high, low, scale = parts(state, q.dtype, KEYS)
         out = times(q, high, low, scale, PRECISION, KEYS) * into[:, None]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -484,16 +516,15 @@ def _forward_kernel(
                 den = 1.0 / tl.maximum(den, eps)
                 out = saturated(out * den[:, None], v.dtype)
             tl.store(den_ptr + t, den, mask=t < T)
-            keys = keys * whole + column_sums(k, out_of, DECAYS > 0, PRECISION)
+            keys = keys * whole + column_sums(k, out_of, DECAYS, PRECISION)
         store(o_ptr, out, first, ot, T, C, E, BE)
-        state = _added(state, k, v, out_of, whole, DECAYS > 0, True, PRECISION)
+        state = _added(state, k, v, out_of, whole, DECAYS, True, PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _query_kernel(
     q_ptr, qb, qh, qt, k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, go_ptr, gob, goh, got, o_ptr, ob, oh,
-    ot, dq_ptr, dqb, dqh, dqt, gate_ptr, gb, gh, gt, segment_ptr, den_ptr, g_ptr, product_ptr,
-    state_ptr, eps, T, H, each,
+    ot, dq_ptr, dqb, dqh, dqt, log_ptr, den_ptr, g_ptr, product_ptr, state_ptr, eps, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
     STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
@@ -504,10 +535,8 @@ def _query_kernel(
     q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
     v_ptr, o_ptr = head(v_ptr, sequence, H, vb, vh), head(o_ptr, sequence, H, ob, oh)
     go_ptr, dq_ptr = head(go_ptr, sequence, H, gob, goh), head(dq_ptr, sequence, H, dqb, dqh)
-    gate_ptr = head(gate_ptr, sequence, H, gb, gh)
     den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
-    product_ptr += sequence * T
-    segment_ptr += sequence // H * T
+    product_ptr, log_ptr = product_ptr + sequence * T, _logs_of(log_ptr, sequence, T)
     row = sequence * tl.num_programs(1) + part
     state, keys = _first_state(state_ptr, row, D, E, BD, BE, STARTS)
     state = tl.trans(state)
@@ -519,7 +548,7 @@ def _query_kernel(
             go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, k.dtype, C, E, BE,
             KEYS and not DIVIDE, DIVIDE,
         )  # fmt: skip
-        coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        coarse, fine, into, out_of, whole = _factors(log_ptr, first, C, DECAYS)
         high, low, scale = parts(state, k.dtype, KEYS or GRADS)
         dq = times(go, high, low, scale, PRECISION, KEYS or GRADS) * into[:, None]
         p = tl.dot(go, tl.trans(v), input_precision=PRECISION)
@@ -530,19 +559,19 @@ def _query_kernel(
         if KEYS:
             dq += outer_product(g * into, keys, k.dtype, PRECISION)
             p += g[:, None]
-            keys = keys * whole + column_sums(k, out_of, DECAYS > 0, PRECISION)
+            keys = keys * whole + column_sums(k, out_of, DECAYS, PRECISION)
         if GRADS:
             t = first + tl.arange(0, C)
             tl.store(product_ptr + t, tl.sum(q.to(tl.float32) * dq, 1) * f, mask=t < T)
         dq += product(_visible(p, coarse, fine, False, DECAYS, C), k, PRECISION)
         store(dq_ptr, dq * f[:, None], first, dqt, T, C, D, BD)
-        state = _added(state, v, k, out_of, whole, DECAYS > 0, True, PRECISION)
+        state = _added(state, v, k, out_of, whole, DECAYS, True, PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _later_kernel(
-    q_ptr, qb, qh, qt, go_ptr, gob, goh, got, o_ptr, ob, oh, ot, gate_ptr, gb, gh, gt, segment_ptr,
-    den_ptr, g_ptr, sum_ptr, T, H, each,
+    q_ptr, qb, qh, qt, go_ptr, gob, goh, got, o_ptr, ob, oh, ot, log_ptr, den_ptr,
+    g_ptr, sum_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
     STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
@@ -550,9 +579,8 @@ def _later_kernel(
     """Write the gradients of the state before every part that come from the queries in it."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_ptr, go_ptr = head(q_ptr, sequence, H, qb, qh), head(go_ptr, sequence, H, gob, goh)
-    o_ptr, gate_ptr = head(o_ptr, sequence, H, ob, oh), head(gate_ptr, sequence, H, gb, gh)
+    o_ptr, log_ptr = head(o_ptr, sequence, H, ob, oh), _logs_of(log_ptr, sequence, T)
     den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
-    segment_ptr += sequence // H * T
     state, keys = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
     end = tl.minimum(part * each + each, tl.cdiv(T, C))
     for i in range(part * each, end):
@@ -560,7 +588,7 @@ def _later_kernel(
         q = load(q_ptr, first, qt, T, C, D, BD)
         go, g, f = _incoming(go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, q.dtype, C, E, BE,
                              KEYS, DIVIDE)  # fmt: skip
-        _, _, into, _, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        _, _, into, _, whole = _factors(log_ptr, first, C, DECAYS)
         state = _added(state, q, go, f * into, whole, True, GRADS, PRECISION)
         if KEYS:
             keys = keys * whole + column_sums(q, f * into * g, True, PRECISION)
@@ -577,7 +605,7 @@ def _with_queries(
 
     rows times unit: q times f.
     """
-    if DECAYS > 0:
+    if DECAYS:
         rows, unit, g = q, 1.0, f * into * g
         state = _added(state, go, q, f * into, whole, True, GRADS, PRECISION)
     else:
@@ -588,45 +616,57 @@ def _with_queries(
 
 
 @triton.jit
-def _gradient_of_gates(product_ptr, first, T, total, k, dk, pairs, C: tl.constexpr):
-    """Replace the products of a tile by the gradients of its gates; return the sum from here on.
+def _subtract_keys(product_ptr, first, T, k, dk, pairs, C: tl.constexpr):
+    """Replace the products of a tile, q . dq, by q . dq - k . dk.
 
-    The gradient of a gate is the sum of q . dq - k . dk over its token and later ones.
     dk: the gradient of k through the state. pairs: score times its gradient, keys by queries.
     """
     t = first + tl.arange(0, C)
     own = tl.load(product_ptr + t, mask=t < T, other=0.0)
     own += tl.sum(pairs, 0) - tl.sum(pairs, 1) - tl.sum(k.to(tl.float32) * dk, 1)
-    whole = tl.sum(own, 0)
-    found = tl.where(t > 0, total + whole - tl.cumsum(own, 0) + own, 0.0)
-    tl.store(product_ptr + t, found, mask=t < T)
-    return total + whole
+    tl.store(product_ptr + t, own, mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T", "span"])
+def _gates_kernel(product_ptr, across_ptr, T, span, STARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Replace q . dq - k . dk (L, T) by the gradients of the gates, its sums over a token and all
+    later ones. across (L, N): the sums over the tokens after a part."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    product_ptr += sequence * T
+    start, total = part * span, 0.0
+    end = tl.minimum(start + span, T)
+    if STARTS:
+        total = tl.load(across_ptr + sequence * tl.num_programs(1) + part)
+    for last in range(end, start, -BLOCK):
+        t = last - 1 - tl.arange(0, BLOCK)
+        own = tl.load(product_ptr + t, mask=t >= start, other=0.0)
+        found = tl.where(t > 0, total + tl.cumsum(own, 0), 0.0)
+        tl.store(product_ptr + t, found, mask=t >= start)
+        total += tl.sum(own, 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _key_kernel(
     q_ptr, qb, qh, qt, k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, go_ptr, gob, goh, got, o_ptr, ob, oh,
-    ot, dk_ptr, dkb, dkh, dkt, dv_ptr, dvb, dvh, dvt, gate_ptr, gb, gh, gt, segment_ptr, den_ptr,
-    g_ptr, product_ptr, state_ptr, across_ptr, T, H, each,
+    ot, dk_ptr, dkb, dkh, dkt, dv_ptr, dvb, dvh, dvt, log_ptr, den_ptr, g_ptr, product_ptr,
+    state_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
     STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of k and v and, with GRADS, replace the products (L, T) by those of the
-    gates. The state is that of the sums, transposed. across (L, N): the gates' sum after a part."""
+    """Write the gradients of k and v and, with GRADS, subtract k . dk from the products (L, T).
+    The state is that of the sums, transposed."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = sequence * tl.num_programs(1) + part
     q_ptr, k_ptr = head(q_ptr, sequence, H, qb, qh), head(k_ptr, sequence, H, kb, kh)
     v_ptr, o_ptr = head(v_ptr, sequence, H, vb, vh), head(o_ptr, sequence, H, ob, oh)
     dk_ptr, dv_ptr = head(dk_ptr, sequence, H, dkb, dkh), head(dv_ptr, sequence, H, dvb, dvh)
-    go_ptr, gate_ptr = head(go_ptr, sequence, H, gob, goh), head(gate_ptr, sequence, H, gb, gh)
+    go_ptr, log_ptr = head(go_ptr, sequence, H, gob, goh), _logs_of(log_ptr, sequence, T)
     den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
-    product_ptr, segment_ptr = product_ptr + sequence * T, segment_ptr + sequence // H * T
+    product_ptr += sequence * T
     state, keys = _first_state(state_ptr, row, D, E, BD, BE, STARTS)
-    state, total = tl.trans(state), 0.0
+    state = tl.trans(state)
     exact: tl.constexpr = KEYS or GRADS
-    if STARTS and GRADS:
-        total = tl.load(across_ptr + row)
     end = tl.minimum(part * each + each, tl.cdiv(T, C))
     for i in range(part * each, end):
         first = (end - 1 - (i - part * each)) * C
@@ -634,7 +674,7 @@ def _key_kernel(
         v = load(v_ptr, first, vt, T, C, E, BE)
         go, g, f = _incoming(go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, k.dtype, C, E, BE,
                              KEYS, DIVIDE)  # fmt: skip
-        coarse, fine, into, out_of, whole = _factors(gate_ptr, gt, segment_ptr, first, T, C, DECAYS)
+        coarse, fine, into, out_of, whole = _factors(log_ptr, first, C, DECAYS)
         rows, rest, unit = parts(q.to(tl.float32) * f[:, None], k.dtype, GRADS)
         scores = times(k, tl.trans(rows), tl.trans(rest), unit, PRECISION, GRADS)
         scores = _visible(scores, coarse, fine, True, DECAYS, C)
@@ -648,7 +688,7 @@ def _key_kernel(
             p += repeated(g, C, k.dtype, PRECISION)
         dk *= out_of[:, None]
         if GRADS:
-            total = _gradient_of_gates(product_ptr, first, T, total, k, dk, scores * p, C)
+            _subtract_keys(product_ptr, first, T, k, dk, scores * p, C)
         dk += product(_visible(p, coarse, fine, True, DECAYS, C), rows, PRECISION) * unit
         store(dk_ptr, dk, first, dkt, T, C, D, BD)
         state, keys = _with_queries(

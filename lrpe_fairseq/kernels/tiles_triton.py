@@ -266,15 +266,19 @@ def outer_product(a, b, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def outer(a, x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a^T x, with float32 x split in two parts if EXACT, else rounded to the dtype of a."""
-    if EXACT:
-        high, low, scale = split(x, a.dtype)
-        out = times(tl.trans(a), high, low, scale, PRECISION)
+def outer(a, x, total, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """Return total + a^T x, with float32 x split in two parts if EXACT, else rounded to a's dtype.
+
+    A product that is added to an earlier one needs fewer registers.
+    """
+    high, low, scale = parts(x, a.dtype, EXACT)
+    if a.dtype == tl.float16:
+        total += times(tl.trans(a), high, low, scale, PRECISION, EXACT)
     else:
-        high, scale = cast(x, a.dtype)
-        out = tl.dot(tl.trans(a), high, input_precision=PRECISION) * scale
-    return out
+        total = tl.dot(tl.trans(a), high, total, input_precision=PRECISION)
+        if EXACT and a.dtype != tl.float32:
+            total = tl.dot(tl.trans(a), low, total)
+    return total
 
 
 @triton.jit
