@@ -216,8 +216,7 @@ class MultiheadAttention(ProjectedAttention):
         """
         if torch.compiler.is_compiling():
             warn_about_compiler()
-        if keep_state and not self.causal:
-            raise ValueError("keep_state needs causal attention: build the module with causal=True")
+        self._check_state(x, state, keep_state)
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
         if starts is not None and (not self.causal or positions is not None):
@@ -233,6 +232,24 @@ class MultiheadAttention(ProjectedAttention):
         options["starts"] = starts
         return self._attend(x, key_padding_mask, state, keep_state, options)
 
+    def _check_state(
+        self, x: Tensor, state: AttentionState | Memory | None, keep_state: bool
+    ) -> None:
+        """Refuse inputs of another shape, and states of another layer or batch."""
+        if x.dim() != 3:
+            raise ValueError(f"x must have shape (B, T, C), got {tuple(x.shape)}")
+        if keep_state and not self.causal:
+            raise ValueError("keep_state needs causal attention: build the module with causal=True")
+        if state is None or isinstance(state, Memory):
+            return
+        summed = self.attention_type == "linear" and self.window is None
+        fits = isinstance(state.past, LinearState if summed else SoftmaxState)
+        if not fits or state.past[0].shape[:2] != (len(x), self.num_heads):
+            raise ValueError(
+                "the state belongs to another layer or batch: pass what attend returned for the "
+                "block before, or None at the beginning of a text"
+            )
+
     @outside_graphs  # compiled backward passes of linear attention fail
     def _attend(
         self,
@@ -247,7 +264,8 @@ class MultiheadAttention(ProjectedAttention):
         history = {} if state is None else dict(state.history)
         tokens = self._of_text(x, tokens_of(x, padding, before, history=history, **options))
         attend = self._linear if self.attention_type == "linear" else self._softmax
-        out, past = attend(x, tokens, state and state.past, keep_state)
+        past = None if state is None else state.past
+        out, past = attend(x, tokens, past, keep_state or state is not None)
         out = self._project_out(out, x)
         if not keep_state:
             return out, None

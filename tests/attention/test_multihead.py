@@ -77,6 +77,22 @@ def test_the_softmax_scale_is_that_of_the_original_width():
     torch.testing.assert_close(plain(x)[0], wide(x)[0])
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("attention_type", ["linear", "softmax"])
+def test_the_last_block_reads_the_past_too(attention_type, window):
+    """No state is kept after it. A state of another layer or batch is refused."""
+    module = module_of(attention_type=attention_type, window=window)
+    x = torch.randn(2, 12, WIDTH, dtype=torch.float64)
+    _, state = module.attend(x[:, :7], keep_state=True)
+    last, kept = module.attend(x[:, 7:], state=state)
+    torch.testing.assert_close(last, module.attend(x)[0][:, 7:])
+    assert kept is None
+    other = "softmax" if attention_type == "linear" and window is None else "linear"
+    for layer, rows in ((module, x[:1]), (module_of(attention_type=other), x)):
+        with pytest.raises(ValueError, match="the state belongs to another layer or batch"):
+            layer.attend(rows, state=state)
+
+
 def test_the_next_position_follows_the_last_real_token_of_explicit_positions():
     x, module = torch.randn(2, 4, WIDTH).double(), module_of()
     padded = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]).bool()
