@@ -555,6 +555,10 @@ def _load_for_these_batches(
     resumed = _RESUMED.set(None if reset_optimizer else self.cfg.model)
     try:
         extra_state = original(self, filename, reset_optimizer, *args, **kwargs)
+    except Exception as error:
+        if "architectures match" in str(error):
+            refuse(f"the weights of {filename} do not fit this model: pass the options of theirs")
+        raise
     finally:
         _RESUMED.reset(resumed)
     place = (extra_state or {}).get("train_iterator")
@@ -705,7 +709,10 @@ def _filter_or_refuse(
         if not ignore_invalid_inputs:
             hint = ""
             if isinstance(self, LanguageModelingTask):
-                hint = " (--tokens-per-sample N --max-target-positions N reads N tokens)"
+                hint = (
+                    " (--tokens-per-sample N --max-target-positions N reads N tokens, "
+                    "--sample-break-mode eos lines)"
+                )
             elif hasattr(getattr(self, "cfg", None), "truncate_source"):
                 hint = " (--truncate-source cuts sources)"
             refuse(

@@ -14,7 +14,7 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import Encoding, options_of_encodings
 from lrpe_fairseq.errors import ChoiceError, refuse
-from lrpe_fairseq.patterns import over_layers
+from lrpe_fairseq.patterns import over_layers, values
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,28 @@ def warn_about_longer_texts(attention: MultiheadAttention) -> None:
         )
 
 
+def warn_about_ignored(options: Any, cfg: Any) -> None:
+    """Warn once about options that no layer's attention has."""
+    types = set(values(options.attention_type))
+    if types == {"linear"} and cfg.attention_dropout:
+        _warn_once("--attention-dropout is ignored: linear attention has no weights to drop")
+    if types == {"softmax"} and set(values(options.attention_normalizer)) != {"rotated"}:
+        _warn_once("--attention-normalizer is ignored: only linear attention has a denominator")
+    if getattr(options, "context_factor", 0) == 1 and str(options.context_scaling) != "none":
+        _warn_once(f"--context-scaling {options.context_scaling} needs --context-factor above 1")
+
+
+def warn_about_other_attention(model: Any, overrides: dict[str, Any]) -> None:
+    """Warn if a checkpoint is read with another attention or encoding than it was trained with.
+
+    model: the options of its model before the overrides.
+    """
+    for name, trained in _attention(model).items():
+        given = overrides.get(name.replace(".", "_"), trained)
+        if name.endswith(("attention_type", "position_encoding")) and str(given) != trained:
+            logger.warning("the model was trained with %s=%s, not %s", name, trained, given)
+
+
 _warn_once = cache(logger.warning)
 
 
@@ -211,7 +233,7 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
         had, has = (", ".join(f"{n}={x[n]}" for n in sorted(other)) for x in (trained, wanted))
         refuse(
             f"{path} was trained with {had}; this training has {has}: choose another --save-dir, "
-            "or start from the weights with --finetune-from-model"
+            "or if the weights fit, start from them with --finetune-from-model"
         )
 
 

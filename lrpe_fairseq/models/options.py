@@ -38,6 +38,7 @@ from lrpe_fairseq.encodings.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
+    warn_about_ignored,
     warn_about_longer_texts,
 )
 
@@ -137,6 +138,7 @@ def build_attention(
     attention = MultiheadAttention(embed_dim, num_heads, **settings)
     warn_about_absolute_positions(attention.encoding, cfg)
     warn_about_longer_texts(attention)
+    warn_about_ignored(options, cfg)
     return attention
 
 
@@ -167,10 +169,9 @@ def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
 
 
 def _window(given: str) -> int | None:
-    try:
-        return int(given) or None
-    except ValueError:
-        raise ChoiceError(f"--attention-window is a number of tokens, not {given!r}") from None
+    if not given.isdecimal():
+        raise ChoiceError(f"--attention-window is a number of tokens, or 0 for all, not {given!r}")
+    return int(given) or None
 
 
 def at_layer(options: Any, name: str, layer: int) -> str:

@@ -20,6 +20,7 @@ from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, open_dict
 
 from lrpe_fairseq.errors import did_you_mean, refuse
+from lrpe_fairseq.models.checks import warn_about_other_attention
 from lrpe_fairseq.models.options import options_of
 
 HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
@@ -37,6 +38,7 @@ def _override(original: Callable, config: DictConfig, overrides: dict[str, Any])
     family = _our_config(config)
     if family is not None:
         _refuse_unknown_names(config, family, overrides)
+        warn_about_other_attention(config.model, overrides)
     original(config, overrides)
     if family is not None:
         with open_dict(config):

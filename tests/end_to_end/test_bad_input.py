@@ -76,6 +76,9 @@ def test_only_its_weights_can_start_a_training_with_another_encoding(corpus, tmp
         )
     assert train("first", rope).returncode == 0
     assert train("second", rope, other, "--finetune-from-model", last).returncode == 0
+    ended = train("third", "--position-encoding fox --finetune-from-model", last)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(f"{last} do not fit this model: pass the options of theirs\n")
 
 
 @pytest.mark.parametrize("tool", ["eval_lm", "interactive"])
@@ -120,8 +123,8 @@ TEXT = {
     "--attention-type linear,quadratic": "unknown attention type 'quadratic'",
     "--attention-type linear,,softmax": "has an empty value",
     "--attention-type softmax,linear --position-encoding t5": "needs the score matrix",
-    "--attention-window 4,x": "--attention-window is a number of tokens, not 'x'",
-    "--attention-window -1": "has at least one token, not -1",
+    "--attention-window 4,x": "--attention-window is a number of tokens, or 0 for all, not 'x'",
+    "--attention-window -1": "is a number of tokens, or 0 for all, not '-1'",
     f"{LAYERS} --attention-type softmax,linear --memory-length 8": "requires softmax attention",
     "--attention-parts qk-norm,none": "unknown attention part 'none'; choose none, or a list",
 }

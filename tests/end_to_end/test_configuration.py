@@ -224,6 +224,7 @@ def test_an_option_of_fairseq_trains_every_parameter(corpus, attention_type, opt
 
 WITHOUT_POSITIONS = "is defined for models without absolute positions: pass --no-token-positional-"
 LONGER = "can fail on texts longer than those of training: for these pass --attention-norm"
+IGNORED, UNSCALED = "is ignored: ", "ntk needs --context-factor above 1"
 WARNED = {
     "alibi": {WITHOUT_POSITIONS},
     "fox --attention-type softmax": {WITHOUT_POSITIONS},
@@ -234,6 +235,10 @@ WARNED = {
     "ape": {LONGER},
     "rope --attention-normalizer content": set(),
     "rope --attention-type softmax": set(),
+    "rope --attention-type softmax --attention-normalizer content": {IGNORED},
+    "rope --attention-type softmax --context-scaling ntk": {UNSCALED},
+    "rope --attention-type linear,softmax --attention-normalizer content": set(),
+    "lrpe-type4 --attention-dropout 0.1": {IGNORED},
     "gated:rope --no-token-positional-embeddings": set(),
     "lrpe-type4": set(),
     "permuteformer": set(),
@@ -245,7 +250,8 @@ def test_a_choice_that_may_disappoint_is_warned_about(corpus, caplog, options):
     checks._warn_once.cache_clear()
     build(corpus, SMALL, f"--position-encoding {options}")
     found = [r.getMessage() for r in caplog.records if r.name == checks.__name__]
-    said = {s for s in (WITHOUT_POSITIONS, LONGER) if any(s in message for message in found)}
+    known = WITHOUT_POSITIONS, LONGER, IGNORED, UNSCALED
+    said = {s for s in known if any(s in message for message in found)}
     assert said == WARNED[options]
 
 

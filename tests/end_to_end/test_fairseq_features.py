@@ -137,8 +137,9 @@ def overridden(path, **overrides):
     return models[0]
 
 
-def test_a_flat_name_overrides_a_nested_option(translation):
+def test_a_flat_name_overrides_a_nested_option(translation, caplog):
     model = overridden(translation, encoder_attention_type="softmax", quant_noise_pq_block_size=4)
+    assert "was trained with encoder.attention_type=linear, not softmax" in caplog.text
     assert model.encoder.layers[0].self_attn.attention_type == "softmax"
     assert model.decoder.layers[0].self_attn.attention_type == "softmax"  # its default
     assert model.cfg.quant_noise.pq_block_size == 4
