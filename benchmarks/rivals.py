@@ -50,16 +50,12 @@ def forms(device: str) -> dict[str, Form]:
         partial(_defined, kind) for kind in ("table", "gates", "decay", "")
     )
     full = partial(plain, causal=False)
+    decayed = [partial(_decayed, form) for form in (linear_attention, linear_attention_naive)]
     found = {
         "sdpa": Form(attention.sdpa, plain),
         "linear": Form(attention.ours, attention.naive, features=True),
         "linear, sums": Form(sums, exact_sums, features=True),
-        "linear, gates": Form(
-            partial(_gated, linear_attention),
-            partial(_gated, linear_attention_naive),
-            features=True,
-            extra="gates",
-        ),
+        "linear, gates": Form(*decayed, features=True, extra="gates"),
         "flash, table": Form(partial(_flash, "table"), table, extra="table"),
         "flash, decay": Form(partial(_flash, "decay"), decay),
         "flash, gates": Form(partial(_flash, "gates"), gates, extra="gates"),
@@ -68,6 +64,7 @@ def forms(device: str) -> dict[str, Form]:
         "linear, full": Form(
             attention.bidirectional, attention.naive_bidirectional, "sdpa, full", features=True
         ),
+        "linear, decay": Form(*decayed, features=True),
         "linear, chunked": Form(_chunked, attention.naive, features=True),
     }
     if device == "cuda" and importlib.util.find_spec("fla") is not None:
@@ -164,8 +161,11 @@ def _flash(kind: str, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor
     return form(q, k, v, causal=True, scale=q.shape[-1] ** -0.5, **_extra(kind, q, extra))
 
 
-def _gated(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return attend(q, k, v, causal=True, log_decay=gates)
+def _decayed(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor
+) -> Tensor:
+    """Linear attention with gates, or with a constant decay."""
+    return attend(q, k, v, causal=True, log_decay=gates[0] if gates else _decay(q))
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ FORMS = (
     ("flash, decay", FLASH, FLASHES),
     ("flash", FLASH, FLASHES),
     ("linear, sums", SWEEP, SWEPT),
+    ("linear, decay", SWEEP, SWEPT),
     ("flash, gates", FLASH, FLASHES),
 )
 """Forms of :mod:`.rivals`, the module of their kernels, and these; most important first."""

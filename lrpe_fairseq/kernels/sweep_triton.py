@@ -109,7 +109,8 @@ def tile_of(name: str, call: "_Call") -> Tile:
     wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
     decayed, roomy = call.decays, large and not half
     small = (name == "key" and not large) or (name in ("query", "key") and decayed and not roomy)
-    long = roomy and (name == "forward" or not decayed)
+    free = not decayed or (name == "query" and not call.with_gates)
+    long = roomy and (name == "forward" or free)
     tokens = 16 if wide or small else 64 if long else 32
     warps = 8 if wide or (half and small and not large) else 4
     return Tile(min(tokens, power_of_two(call.q.shape[2])), warps, 2 if tokens == 64 else 3)
@@ -352,7 +353,7 @@ def _factors(log_ptr, first, C: tl.constexpr, DECAYS: tl.constexpr):
     into, out_of, whole = coarse + 1.0, coarse + 1.0, 1.0
     if DECAYS:
         place, own = first % BLOCK, tl.arange(0, C)
-        log_ptr += first // BLOCK * (2 * BLOCK) + place
+        log_ptr += tl.multiple_of(first // BLOCK * (2 * BLOCK) + place, C)
         coarse, fine = tl.load(log_ptr + own), tl.load(log_ptr + BLOCK + own)
         last, rest = tl.load(log_ptr + C - 1), tl.load(log_ptr + BLOCK + C - 1)
         before, more = 0.0, 0.0

@@ -112,9 +112,10 @@ SLOW = ((70, 64, 64), (50, 128, 64))
 
 
 LONGEST_TILES = [
-    ((130, 20, 48), wanted, decay, False, programs, torch.bfloat16)
-    for wanted, decay, programs in pairwise(FACTORS[1], [None, "token"], [1, 1000])
-]
+    ((130, 20, 48), wanted, None if kind == "documents" else kind, kind == "documents", programs,
+     torch.bfloat16)
+    for wanted, kind, programs in pairwise(FACTORS[1], [None, "documents", "token"], [1, 1000])
+]  # fmt: skip
 """Forms whose tiles have 64 tokens on a large GPU, with a last tile of two."""
 
 
