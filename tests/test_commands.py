@@ -111,7 +111,7 @@ def test_a_change_that_no_training_can_have_is_refused_before_a_folder_is_made(
 def test_changes_that_a_training_can_have_name_a_folder_below_by_hand():
     changes = ["optimizer.adam_betas=(0.9, 0.95)", "optimization.lr=[0.001]", "model.fidelity=a/b"]
     run = train_row._run(train_row._parse(["images", "RoPE", "linear", *changes]))
-    assert run.folder.parent == ROOT / "runs" / "by-hand"
+    assert run.folder.parent == ROOT / "runs" / "by-hand" / "images"
     assert not set(run.folder.name) & set(" ()/[]")
 
 

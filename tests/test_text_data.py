@@ -89,6 +89,10 @@ def test_until_every_shard_is_there_nothing_is_prepared(prepare, release, tmp_pa
     shutil.move(tmp_path / "later", part / "bin-shard2-8")
     prepare(from_dir=part)
     assert folders.is_prepared(tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    ended_early = {k: v for k, v in json.loads(path.read_text()).items() if k != "splits"}
+    path.write_text(json.dumps(ended_early))
+    assert not folders.is_prepared(tmp_path / "data")
 
 
 @pytest.mark.parametrize(

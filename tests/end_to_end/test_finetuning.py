@@ -18,6 +18,7 @@ from lrpe_fairseq.experiments.families import finetuning, load_named, runs
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError
+from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.training import CONFIGS, Devices
@@ -129,7 +130,7 @@ def finished(tasks, tmp_path_factory):
     sampled(list(product(ATTENTION_TYPES, TASKS)), [("linear", "RTE"), ("softmax", "STS-B")]),
     indirect=["pretrained"],
 )
-def test_a_task_is_learned_by_the_model_of_the_checkpoint(pretrained, finished, name):
+def test_a_task_is_learned_by_the_model_of_the_checkpoint(pretrained, finished, name, monkeypatch):
     made = finished(pretrained, name)
     found = read_run(made.result)
     assert made.finished()
@@ -144,6 +145,9 @@ def test_a_task_is_learned_by_the_model_of_the_checkpoint(pretrained, finished, 
     expected = glue.scores(glue.TASKS[name], predicted, right)
     assert found["metrics"]["valid"]["glue"] == pytest.approx(expected)
     assert len(right) == 48
+    monkeypatch.setattr(finetuning, "digest_of", lambda path: "that of another pre-training")
+    assert made.other_data(found) == ["pretrained"]
+    assert not made.finished()
     first = glue.TASKS[name].metrics[0]
     reported = checkpoints.load(made.checkpoints / checkpoints.BEST)["extra_state"]["best"]
     assert expected[first] == pytest.approx(reported, abs=0.06)  # fairseq rounds to 0.1
@@ -244,6 +248,16 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
         [1],
     )
     assert set(by_hand) <= set(grid)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_only_the_checkpoints_of_its_table_fill_table_3(seed, monkeypatch):
+    path = ROOT / f"runs/table8/small-RoPE-linear-seed{seed}/checkpoints/{checkpoints.BEST}"
+    known = {"attention_type": "linear", "position_encoding": "rope", "label": "rope"}
+    monkeypatch.setattr(train_row, "source_of", lambda path: {"checkpoint": path, **known})
+    options = train_row._parse_finetuning([str(path), "all", "--scale", "small"])
+    home = ROOT / ("results/runs/table3" if seed == 1 else "runs/by-hand/table3")
+    assert all(home in run.result.parents for run in train_row._finetunings(options))
 
 
 @pytest.mark.parametrize("pretrained", ["softmax"], indirect=True)

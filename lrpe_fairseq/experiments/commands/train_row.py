@@ -23,6 +23,7 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import FAILED, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.layout import file_name
+from lrpe_fairseq.experiments.records.runs import BY_HAND
 from lrpe_fairseq.experiments.runner import identity, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import locked
@@ -103,8 +104,7 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
     found = families.runs(wanted, options.scale, [options.seed])
-    names = [options.dataset] if options.dataset else None
-    found = families.with_data(found, table, options.scale, names)
+    found = families.with_data(found, table, options.scale, options.dataset and [options.dataset])
     run = next(run for run in found if run.attention_type == options.attention)
     if not options.changes:
         return run
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace) -> TrainingRun:
         raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")
     identity.require_known(run.settings(), changes)
     name = file_name("-".join([run.folder.name, *options.changes]))
-    folder = ROOT / "runs" / "by-hand" / name
+    folder = ROOT / "runs" / BY_HAND / table.name / name
     return replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
 
 
@@ -143,12 +143,15 @@ def finetune(arguments: Sequence[str] | None = None) -> int:
 def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     table = families.load_named("table3")
     tasks = list(glue.TASKS) if options.task == "all" else [options.task]
-    for task in tasks:
-        glue.named(task)  # raises
+    glue.named(tasks[0])  # raises
     config = families.config_of(table, options.scale)
-    source = source_of(options.checkpoint)
-    seeds = range(1, options.seeds + 1)
-    return finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
+    source, seeds = source_of(options.checkpoint), range(1, options.seeds + 1)
+    made = finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
+    first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"
+    if options.checkpoint.absolute().match(str(ROOT / first)):
+        return made  # of the table; other checkpoints are fine-tuned by hand
+    homes = [ROOT / "runs" / BY_HAND / table.name / run.folder.name for run in made]
+    return [replace(r, folder=f, result=f / "run.json") for r, f in zip(made, homes, strict=True)]
 
 
 def _parse_finetuning(arguments: Sequence[str] | None) -> argparse.Namespace:

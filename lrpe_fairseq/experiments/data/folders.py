@@ -30,8 +30,9 @@ def dataset_name(data: Path) -> str:
 
 
 def is_prepared(data: Path) -> bool:
-    """True if ``data`` contains binarized text with its dictionary."""
-    return any((data / "bin").rglob("dict*.txt"))
+    """True if ``data`` contains binarized text with its dictionary, from a script that finished."""
+    known = manifest(data)
+    return ("splits" in known or "steps" not in known) and any((data / "bin").rglob("dict*.txt"))
 
 
 def joined_shards(data: Path) -> str:
@@ -116,7 +117,7 @@ def checksums(data: Path, splits: Collection[str]) -> Checksums:
     for name, path in sorted(found.items()):
         part = DICTIONARY if path.name.startswith("dict.") else path.name.split(".")[0]
         if path.is_file() and (part == DICTIONARY or part in splits):
-            parts[part] = parts.get(part, "") + f"{name} {_digest_of(path)}\n"
+            parts[part] = parts.get(part, "") + f"{name} {digest_of(path)}\n"
     return {part: hashlib.sha256(lines.encode()).hexdigest() for part, lines in parts.items()}
 
 
@@ -133,14 +134,14 @@ def verify(data: Path) -> None:
     for step in manifest(data).get("steps", {}).values():
         for name, checksum in step["writes"].items():
             path = data / name
-            if name.startswith("bin/") and not (path.is_file() and _digest_of(path) == checksum):
+            if name.startswith("bin/") and not (path.is_file() and digest_of(path) == checksum):
                 raise UserError(
                     f"{relative(path)} is not the file that data-prep wrote (missing, damaged or "
                     f"replaced): delete {relative(data)} and prepare it again"
                 )
 
 
-def _digest_of(path: Path) -> str:
+def digest_of(path: Path) -> str:
     """Return the sha256 of a file; recomputed only if its size or modification time changed."""
     about = path.stat()
     return _digest(path, about.st_size, about.st_mtime_ns)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import glue
-from lrpe_fairseq.experiments.data.folders import manifest
+from lrpe_fairseq.experiments.data.folders import Checksums, digest_of, manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
 from lrpe_fairseq.experiments.records.keys import Cell, comparable
@@ -79,6 +79,12 @@ class FinetuningRun(TrainingRun):
     def encoding_choices(self) -> dict[str, str]:
         """Options of the checkpoint's model, the task's head and metric, and its updates."""
         return {**self._model(), **self._task(), **self._updates()}
+
+    def data_checksums(self) -> Checksums:
+        """Also that of the pre-trained checkpoint."""
+        known = super().data_checksums()
+        given = known and self.checkpoint.is_file()
+        return {**known, "pretrained": digest_of(self.checkpoint)} if given else known
 
     def require_inputs(self) -> None:
         """Also require that checkpoint, data and task match."""
@@ -247,10 +253,9 @@ def evaluated(data: Path) -> list[str]:
 
 def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Return a sentence for each split of a manifest that is a subset of the official one."""
-    does = {"train": "Trained"}
     return [
-        f"{does.get(split, f'Evaluated ({split})')} on a subset: {found['examples']:,} of "
-        f"{found['official']:,} examples."
+        f"{'Trained' if split == 'train' else f'Evaluated ({split})'} on a subset: "
+        f"{found['examples']:,} of {found['official']:,} examples."
         for split, found in splits.items()
         if found["examples"] != found["official"]
     ]
