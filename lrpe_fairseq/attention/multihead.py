@@ -24,6 +24,7 @@ from lrpe_fairseq.attention.projected import (
     ATTENTION_TYPES,
     NOT_EXPORTED,
     ProjectedAttention,
+    checked_window,
     feature_map,
     feature_maps,
     warn_about_compiler,
@@ -216,15 +217,14 @@ class MultiheadAttention(ProjectedAttention):
         """
         if torch.compiler.is_compiling():
             warn_about_compiler()
-        self._check_state(x, state, keep_state)
+        self._check_state(x, state, keep_state, positions, starts)
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
-        if starts is not None and (not self.causal or positions is not None):
-            raise ValueError("documents need causal attention and positions that are counted")
         if isinstance(state, Memory):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
+        window = checked_window(window, self.causal)
         window = min((w for w in (window, self.window) if w is not None), default=None)
         if window is not None and state is None and not keep_state and window >= x.shape[1]:
             window = None  # it hides nothing
@@ -233,13 +233,20 @@ class MultiheadAttention(ProjectedAttention):
         return self._attend(x, key_padding_mask, state, keep_state, options)
 
     def _check_state(
-        self, x: Tensor, state: AttentionState | Memory | None, keep_state: bool
+        self,
+        x: Tensor,
+        state: AttentionState | Memory | None,
+        keep_state: bool,
+        positions: Tensor | None,
+        starts: Tensor | None,
     ) -> None:
-        """Refuse inputs of another shape, and states of another layer or batch."""
+        """Refuse inputs of another shape, states of another layer or batch, and some documents."""
         if x.dim() != 3:
             raise ValueError(f"x must have shape (B, T, C), got {tuple(x.shape)}")
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
+        if starts is not None and (not self.causal or positions is not None):
+            raise ValueError("documents need causal attention and positions that are counted")
         if state is None or isinstance(state, Memory):
             return
         summed = self.attention_type == "linear" and self.window is None
@@ -249,6 +256,11 @@ class MultiheadAttention(ProjectedAttention):
                 "the state belongs to another layer or batch: pass what attend returned for the "
                 "block before, or None at the beginning of a text"
             )
+        other = positions if not summed and state.past.packed else None
+        if not summed and not (state.past.counted or state.past.packed):
+            other = starts
+        if other is not None:
+            raise ValueError("documents need positions that are counted in all blocks of a text")
 
     @outside_graphs  # compiled backward passes of linear attention fail
     def _attend(

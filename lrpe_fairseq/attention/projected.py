@@ -75,7 +75,7 @@ class ProjectedAttention(nn.Module):
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
-        self.window = _checked_window(window, causal)
+        self.window = checked_window(window, causal)
         self.given = Given()  # for calls of forward; a stack of layers shares one
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
@@ -87,6 +87,8 @@ class ProjectedAttention(nn.Module):
                 "attention does not compute; use it with softmax attention"
             )
         own = memory_dim is None
+        if not (own or qkv_bias):
+            raise ChoiceError("the projections of cross-attention have biases: omit qkv_bias")
         projections = _of_self(embed_dim, qkv_bias) if own else _of_cross(embed_dim, memory_dim)
         for name, projection in projections.items():
             setattr(self, name, wrap_linear(projection))
@@ -174,11 +176,11 @@ class ProjectedAttention(nn.Module):
     def _folds(self, x: Tensor) -> bool:
         """True if P is multiplied into the weights, which is cheaper for at least C tokens.
 
-        False if a hook changes the weights in each call (quantization noise), or if a part stands
-        between the projections and P.
+        False if a projection is more than a linear map (a hook, quantization noise, an adapter), or
+        if a part stands between the projections and P.
         """
-        hooked = self.q_proj._forward_pre_hooks or self.k_proj._forward_pre_hooks
-        plain = not hooked and self.q_norm is None and self.kv_shift is None
+        plain = is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)
+        plain = plain and self.q_norm is None and self.kv_shift is None
         return plain and x.shape[0] * x.shape[1] >= x.shape[2]
 
     def _folded(
@@ -320,7 +322,16 @@ def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normaliz
         )
 
 
-def _checked_window(window: int | None, causal: bool) -> int | None:
+def is_plain_linear(module: nn.Module) -> bool:
+    """True if the module computes W x + b with its own weights and has no hooks."""
+    hooks = module._forward_pre_hooks, module._forward_hooks
+    hooks += module._backward_pre_hooks, module._backward_hooks
+    own = getattr(module.forward, "__func__", None) is nn.Linear.forward
+    return own and not any(hooks)
+
+
+def checked_window(window: int | None, causal: bool) -> int | None:
+    """Return ``window``. Raises: ChoiceError for less than one token, or if not causal."""
     if window is not None and window < 1:
         raise ChoiceError(f"an attention window has at least one token, not {window}")
     if window is not None and not causal:

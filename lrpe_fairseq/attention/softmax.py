@@ -585,6 +585,13 @@ class KVBuffer:
         pairs = zip(self.buffers, self.AXES, strict=True)
         return tuple(buffer.narrow(axis, first, last - first) for buffer, axis in pairs)
 
+    def has(self, keys: Tensor, first: int) -> bool:
+        """True if ``keys`` are a view of the tokens from ``first`` on, not others."""
+        if first + keys.shape[2] > self.tokens:
+            return False
+        own = self.buffers[0].narrow(2, first, keys.shape[2])
+        return keys.data_ptr() == own.data_ptr() and keys.shape == own.shape
+
     def fits(self, seen: int, more: int) -> bool:
         """True if ``more`` tokens may be appended to a state of ``seen`` tokens."""
         writable = torch.is_inference_mode_enabled() or not self.buffers[0].is_inference()
@@ -661,7 +668,8 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         return SoftmaxState(*map(torch.cat, pairs, KVBuffer.AXES), *flags)
     seen, more = past.keys.shape[2], new.keys.shape[2]
     buffer, first = past.buffer, past.first
-    if buffer is None or not buffer.fits(first + seen, more):
+    own = buffer is not None and buffer.has(past.keys, first)
+    if not own or not buffer.fits(first + seen, more):
         buffer, first = KVBuffer(past.parts, 2 * (seen + more)), 0
         buffer.append(past.parts, seen)
     buffer.append(new.parts, more)

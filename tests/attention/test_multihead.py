@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES
@@ -80,17 +81,39 @@ def test_the_softmax_scale_is_that_of_the_original_width():
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("attention_type", ["linear", "softmax"])
 def test_the_last_block_reads_the_past_too(attention_type, window):
-    """No state is kept after it. A state of another layer or batch is refused."""
     module = module_of(attention_type=attention_type, window=window)
     x = torch.randn(2, 12, WIDTH, dtype=torch.float64)
     _, state = module.attend(x[:, :7], keep_state=True)
-    last, kept = module.attend(x[:, 7:], state=state)
+    last = module.attend(x[:, 7:], state=state)[0]
     torch.testing.assert_close(last, module.attend(x)[0][:, 7:])
-    assert kept is None
-    other = "softmax" if attention_type == "linear" and window is None else "linear"
-    for layer, rows in ((module, x[:1]), (module_of(attention_type=other), x)):
-        with pytest.raises(ValueError, match="the state belongs to another layer or batch"):
-            layer.attend(rows, state=state)
+    with pytest.raises(ValueError, match="the state belongs to another layer or batch"):
+        module.attend(x[:1], state=state)
+
+
+def test_what_is_added_to_a_projection_is_not_folded_away():
+    module = module_of(position_encoding="lrpe-type2")
+    module.q_proj.register_forward_hook(lambda own, given, out: out.sin())
+    x = torch.randn(1, 2 * WIDTH, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(module.attend(x)[0][:, :7], module.attend(x[:, :7])[0])
+
+
+def test_documents_and_explicit_positions_are_not_mixed_in_a_text():
+    module, x = module_of(), torch.randn(1, 3, WIDTH, dtype=torch.float64)
+    given = {"positions": torch.arange(3)}, {"starts": torch.zeros(1, 3, dtype=torch.bool)}
+    for first, then in (given, given[::-1]):
+        _, state = module.attend(x, None, None, True, **first)
+        with pytest.raises(ValueError, match="counted in all blocks of a text"):
+            module.attend(x, state=state, **then)
+
+
+@torch.no_grad()
+def test_a_state_whose_tensors_are_replaced_is_read_as_it_is():
+    module, x, state = module_of(), torch.randn(2, 9, WIDTH, dtype=torch.float64), None
+    for block in x.split(3, 1)[:2]:
+        _, state = module.attend(block, state=state, keep_state=True)
+    state = tree_map(lambda part: part.flip(0) if torch.is_tensor(part) else part, state)
+    last = module.attend(x[:, 6:].flip(0), state=state, keep_state=True)[0]
+    torch.testing.assert_close(last.flip(0), module.attend(x)[0][:, 6:])
 
 
 def test_the_next_position_follows_the_last_real_token_of_explicit_positions():
