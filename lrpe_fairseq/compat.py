@@ -557,7 +557,7 @@ def _load_for_these_batches(
         extra_state = original(self, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
         if "architectures match" in str(error):
-            refuse(f"the weights of {filename} do not fit this model: pass the options of theirs")
+            refuse(f"the weights of {filename} do not fit this model: train with its options")
         raise
     finally:
         _RESUMED.reset(resumed)

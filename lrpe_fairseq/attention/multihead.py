@@ -240,7 +240,7 @@ class MultiheadAttention(ProjectedAttention):
         positions: Tensor | None,
         starts: Tensor | None,
     ) -> None:
-        """Refuse inputs of another shape, states of another layer or batch, and some documents."""
+        """Refuse wrong shapes, states of another layer or batch, and documents with positions."""
         if x.dim() != 3:
             raise ValueError(f"x must have shape (B, T, C), got {tuple(x.shape)}")
         if keep_state and not self.causal:
@@ -256,10 +256,10 @@ class MultiheadAttention(ProjectedAttention):
                 "the state belongs to another layer or batch: pass what attend returned for the "
                 "block before, or None at the beginning of a text"
             )
-        other = positions if not summed and state.past.packed else None
-        if not summed and not (state.past.counted or state.past.packed):
-            other = starts
-        if other is not None:
+        if summed:
+            return
+        explicit = positions is not None or not (state.past.counted or state.past.packed)
+        if explicit and (starts is not None or state.past.packed):
             raise ValueError("documents need positions that are counted in all blocks of a text")
 
     @outside_graphs  # compiled backward passes of linear attention fail

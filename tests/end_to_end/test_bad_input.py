@@ -77,7 +77,7 @@ def test_only_its_weights_can_start_a_training_with_another_encoding(corpus, tmp
     assert train("first", rope).returncode == 0
     assert train("second", rope, other, "--finetune-from-model", last).returncode == 0
     ended = train("third", "--position-encoding fox --finetune-from-model", last)
-    assert ended.stderr.endswith(f"{last} do not fit this model: pass the options of theirs\n")
+    assert ended.stderr.endswith(f"{last} do not fit this model: train with its options\n")
 
 
 @pytest.mark.parametrize("tool", ["eval_lm", "interactive"])

@@ -143,6 +143,7 @@ def test_outputs_and_gradients_equal_the_definition(
 def test_gates_of_a_long_text_have_exact_gradients(dtype, time, part, monkeypatch):
     """Their sums over later tokens cancel, and start anew in every part."""
     monkeypatch.setattr(sweep_triton, "GATED", part)
+    monkeypatch.setattr(sweep_triton, "tile_of", lambda *_: sweep_triton.Tile(64))
     monkeypatch.setattr(sweep_triton, "PROGRAMS", 1)
     leaves, _ = example(time, 16, 16, dtype, "token")
     leaves[3][:, 0] *= 1e-3  # a long memory
