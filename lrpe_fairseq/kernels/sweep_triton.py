@@ -8,8 +8,8 @@ from a scan. The definition is ``causal.definition``.
 
 A decay is 2 to the power of a sum of logarithms, which are at most 0. A launch before all others
 sums them over every :data:`SPAN` tokens. They are split into multiples of 1/1024, whose float32
-sums are exact, and a rest. So differences of sums are exact, and no exponent is positive. A
-document begins with a logarithm of :data:`LOWEST`, which removes the state.
+sums are exact, and a rest, whose sums are small. So a difference of sums is above 0 by rounding
+only. A document begins with a logarithm of :data:`LOWEST`, which removes the state.
 
 Axes: B batch, H heads, L = B H sequences, N parts, T time, D key width, E value width. A state is
 D E + D numbers in memory: sum_t k_t v_t^T, then sum_t k_t.
