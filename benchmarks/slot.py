@@ -44,6 +44,8 @@ USUAL = ("machine", "busy", "attention", "steps", "roberta")
 PARTS = (*USUAL, "tiles")
 LONGEST_ROW = 90.0
 """Seconds after which a row is given up, compilation included."""
+START = 20.0
+"""Seconds that a new start of this program needs."""
 Measure = Callable[..., dict[str, Any]]
 
 FIRST = (
@@ -128,9 +130,11 @@ def main() -> None:
             files.add(row, found)
             print(row.part, *row.key.values(), _shown(found), flush=True)
         if not usable(setting):
-            left = (end - time.monotonic()) / 60
+            left = end - time.monotonic()
+            if left < START:
+                sys.exit("the GPU is unusable; --resume measures the other rows")
             again = [sys.executable, "-m", "benchmarks.slot", *sys.argv[1:]]
-            os.execv(sys.executable, [*again, "--resume", "--minutes", str(left)])
+            os.execv(sys.executable, [*again, "--resume", "--minutes", str(left / 60)])
     print(f"{missing} rows are missing; --resume measures them" if missing else "all rows")
 
 

@@ -20,7 +20,7 @@ from benchmarks import rivals
 from benchmarks.timing import contest
 
 SWEEP, FLASH = "lrpe_fairseq.kernels.sweep_triton", "lrpe_fairseq.kernels.flash_triton"
-SWEEPS = ((32, 4, 3), (64, 4, 3), (64, 4, 2), (64, 4, 1), (64, 8, 2), (16, 4, 3))
+SWEEPS = ((32, 4, 2), (32, 4, 1), (32, 8, 3), (16, 4, 3), (64, 4, 2), (64, 8, 2))
 """Tokens, warps and stages of a tile."""
 SQUARES = ((128, 64, 8, 2, True), (64, 64, 8, 2, True), (64, 64, 8, 2, False), (64, 64, 4, 2, True),
            (64, 32, 4, 2, True))  # fmt: skip

@@ -104,13 +104,16 @@ def tile_of(name: str, call: "_Call") -> Tile:
     """Return the tile of a kernel for a call: the largest that spills few registers.
 
     Trap: with gates those of "query" and "key" are equal; each adds its share of a tile's products.
+    Trap: with 64 tokens all products are asynchronous (wgmma). The assembler of Triton 3.6 then
+    makes wrong code of quotients and decays, so that only sums without a denominator have 64.
     """
     large, half = capability(call.q) >= 9, call.q.dtype == torch.float16
     wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
-    decayed, roomy = call.decays, large and not half
-    small = (name == "key" and not large) or (name in ("query", "key") and decayed and not roomy)
-    free = not decayed or (name == "query" and not call.with_gates)
-    long = roomy and (name == "forward" or free)
+    roomy = large and not half
+    backward = name in ("query", "key")
+    small = (name == "key" and not large) or (backward and call.decays and not roomy)
+    plain = call.wanted == "numerator" and not call.decays
+    long = roomy and plain and (backward or name == "forward")
     tokens = 16 if wide or small else 64 if long else 32
     warps = 8 if wide or (half and small and not large) else 4
     return Tile(min(tokens, power_of_two(call.q.shape[2])), warps, 2 if tokens == 64 else 3)

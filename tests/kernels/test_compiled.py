@@ -15,11 +15,11 @@ from benchmarks import compiled
 hashes = {name: compiled.source_hash(name) for name in compiled.FAMILIES}
 half = compiled.torch.float16
 names = {f: [case for case, _ in x.cases(half)] for f, x in compiled.FAMILIES.items()}
-rows = json.loads(compiled.FIGURES.read_text())["rows"]
-many = [row for row in rows if row["spilled_bytes"] > compiled.may_spill(row)]
+committed = json.loads(compiled.FIGURES.read_text())
+many = [row for row in committed["rows"] if row["spilled_bytes"] > compiled.may_spill(row)]
 again = compiled.figures("flash", 90, "bfloat16", "plain, 64/64")
 print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAPABILITIES,
-    compiled.SHARED, compiled.TYPES, many, str(compiled.FIGURES)]))
+    compiled.SHARED, compiled.TYPES, many, committed]))
 """
 
 
@@ -33,15 +33,9 @@ def compiled():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def committed(compiled):
-    with open(compiled[-1], encoding="utf-8") as file:
-        return json.load(file)
-
-
-def test_the_figures_are_those_of_the_present_kernels(compiled, committed):
+def test_the_figures_are_those_of_the_present_kernels(compiled):
     """Else run ``python -m benchmarks.compiled``."""
-    hashes, _, again, version = compiled[:4]
+    hashes, _, again, version, *_, committed = compiled
     for name, made_from in committed["sources"].items():
         assert made_from == hashes[name.split()[0]], name
     assert len(again) == 3
@@ -49,25 +43,31 @@ def test_the_figures_are_those_of_the_present_kernels(compiled, committed):
         assert all(row in committed["rows"] for row in again)
 
 
-def test_every_form_is_compiled_for_every_architecture_in_both_half_types(compiled, committed):
-    _, names, _, _, capabilities, _, types, *_ = compiled
+def test_every_form_is_compiled_for_every_architecture_in_both_half_types(compiled):
+    _, names, _, _, capabilities, _, types, _, committed = compiled
     found = {(r["family"], r["case"], r["capability"], r["dtype"]) for r in committed["rows"]}
     for family, cases in names.items():
         wanted = {(family, case, c, t) for case in cases for c in capabilities for t in types}
         assert wanted <= found
 
 
-def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(compiled, committed):
-    shared, many = compiled[5], compiled[7]
+def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(compiled):
+    *_, shared, _, many, committed = compiled
     assert not many
     for row in committed["rows"]:
         assert row["shared_bytes"] <= shared[str(row["capability"])] * 1024, row
 
 
-def test_products_that_triton_gets_wrong_are_refused():
-    from benchmarks.compiled import refuse_short_products
+def test_code_that_triton_or_its_assembler_gets_wrong_is_refused():
+    from benchmarks.compiled import refuse_short_products, refuse_unset_registers
 
     code = "%d = tt.dot %a, %b, %c : tensor<16x{}xf16, #ttg.dot_op<{{opIdx = 0, kWidth = 8}}>> * "
     refuse_short_products(code.format(32))
     with pytest.raises(RuntimeError, match="a product over 16 numbers, 8 by each thread"):
         refuse_short_products(code.format(16))
+    line = "        /*0010*/                   {} ;\n"
+    code = line.format("ULDC.64 UR4, c[0x0][0x208]")
+    code += line.format("HGMMA.64x16x16.F32.BF16 R56, R32, gdesc[UR2].tnspB, R56, gsb0")
+    refuse_unset_registers(code)
+    with pytest.raises(RuntimeError, match="UR12 has no value before: UIADD3"):
+        refuse_unset_registers(code + line.format("@UP1 UIADD3 UR12, UP0, UR12, UR5, URZ"))
