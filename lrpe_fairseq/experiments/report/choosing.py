@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, spee
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
-LENGTHS = (128, 256, 512, 1024, 2048)
+LENGTHS = {"extrapolation": (128, 256, 512, 1024, 2048), "books": (512, 1024, 2048, 4096, 8192)}
 HIGHEST = 200.0
 """The highest perplexity in the picture."""
 CURVES = {
@@ -49,10 +49,10 @@ def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
     results, folder = frame.results(root), "results/figures/"
     if not _is_measured(results):
         return {}
-    return {
-        f"{folder}choosing-lengths.png": partial(draw_lengths, results=results),
-        f"{folder}choosing-speed.png": partial(draw_speed, results=results),
-    }
+    found = {f"{folder}choosing-speed.png": partial(draw_speed, results=results)}
+    for table in filter(results.sheets_of, LENGTHS):
+        found[f"{folder}{table}-lengths.png"] = partial(draw_lengths, results=results, table=table)
+    return found
 
 
 def _is_measured(results: Results) -> bool:
@@ -189,17 +189,16 @@ def _not_run(results: Results) -> str:
 # --- pictures ------------------------------------------------------------------------------------
 
 
-def draw_lengths(path: Path, results: Results) -> None:
+def draw_lengths(path: Path, results: Results, table: str) -> None:
     """Draw perplexity of the same tokens by context, a panel per attention type."""
-    panels = []
+    panels, lengths = [], LENGTHS[table]
     for attention, rows in CURVES.items():
-        views = [(tokens, _length(results, attention, tokens)) for tokens in LENGTHS]
+        views = [(n, results.column(table, f"{attention}-paired-{n}")) for n in lengths]
         names = views[0][1].names
-        curves = {names[row]: _curve(views, row) for row in rows if row in names}
-        curves = {name: curve for name, curve in curves.items() if curve}
+        curves = {names[row]: found for row in rows if (found := _curve(views, row))}
         y = "test perplexity, lower is better"
         panels.append(plots.Panel(f"{attention} attention", "context, tokens", curves, y))
-    plots.lines(path, panels, mark=LENGTHS[0], most=HIGHEST)
+    plots.lines(path, panels, mark=lengths[0], most=HIGHEST)
 
 
 def _curve(views: list[tuple[int, ColumnView]], row: str) -> list[plots.Point]:
@@ -213,7 +212,7 @@ def _curve(views: list[tuple[int, ColumnView]], row: str) -> list[plots.Point]:
 
 def draw_speed(path: Path, results: Results) -> None:
     """Draw validation perplexity over training speed on a GPU, a panel per attention type."""
-    x, y = "training speed on a GPU relative to Base, higher is better", "validation perplexity"
+    x, y = "training speed on a GPU over Base's (*: before the flash kernel)", "perplexity"
     panels = []
     for attention in ("linear", "softmax"):
         view = results.column("catalogue", f"{attention}-valid")
@@ -223,6 +222,7 @@ def draw_speed(path: Path, results: Results) -> None:
             method = view.names[row].partition(",")[0]
             label = view.names[row] if method == "none" else method
             fast = speed.speed(results.root, "cuda", attention, method)
-            points |= {label: (float(fast), view.mean(row))} if fast != "–" else {}
-        panels.append(plots.Panel(f"{attention} attention", x, points, f"{y}, lower is better"))
+            if fast != "–":
+                points[label + fast[4:]] = float(fast[:4]), view.mean(row)
+        panels.append(plots.Panel(f"{attention} attention", x, points, f"validation {y}"))
     plots.points(path, panels)

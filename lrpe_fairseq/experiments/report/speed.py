@@ -5,6 +5,7 @@ A value that was not measured is shown as a dash.
 
 import functools
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ PAGE = "docs/speed.md"
 RESULTS = "results/bench"
 DEVICES = ("cpu", "cuda")
 MISSING = "not&nbsp;measured"
-SPEEDS = ("tokens_per_second", "relative_speed")
 AXES = {"seconds_per_token": ("microseconds per token", 1e6), "peak_mb": ("peak memory, MB", 1)}
 Row = dict[str, Any]
 
@@ -39,22 +39,17 @@ def pages(root: Path) -> dict[str, str]:
         normalizers=measured("tmlr-table6", "cpu", root),
         printed={cell["method"].lower(): cell["printed"] for cell in cells},
         published=published(root),
-        parts=parts,
         steps=measured("steps", "cuda", root),
         forms=measured("attention", "cuda", root),
-        commit=run_file("attention", "cuda", root).get("commit", "")[:7],
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
     )
     return {PAGE: text, **{f"{RESULTS}/{part}.csv": csv_of(root, part) for part in parts}}
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """Return the picture of the length sweep for every measured device."""
-    return {
-        f"results/figures/lengths-{device}.png": functools.partial(draw, rows=rows)
-        for device in DEVICES
-        if (rows := measured("lengths", device, root))
-    }
+    """Return the picture of the length sweep on a CPU."""
+    rows = measured("lengths", "cpu", root)
+    return {"results/figures/lengths-cpu.png": functools.partial(draw, rows=rows)} if rows else {}
 
 
 @functools.cache
@@ -129,31 +124,34 @@ def published(root: Path) -> dict[str, list[str]]:
 
 
 def speed(root: Path, device: str, attention: str, encoding: str) -> str:
-    """Return the training speed of an encoding relative to Base; a dash if not measured."""
+    """Return the training speed of an encoding relative to Base at T = 512; a dash if not measured.
+
+    Figures of a GPU that are not from the part ``steps`` are older and have a star.
+    """
     where = {"attention": attention, "encoding": encoding}
-    found = value(root, "table9", device, "relative_speed", **where)
-    return "–" if found is None else f"{found:.2f}"
-
-
-def step_lengths(root: Path) -> list[int]:
-    """Return the two lengths of the training steps on a GPU; one of older figures."""
-    return [512, 2048] if measured("steps", "cuda", root) else [512]
+    found = value(root, "steps", device, "relative_speed", **where, length=512)
+    star = "*" * (found is None and device == "cuda")
+    found = value(root, "table9", device, "relative_speed", **where) if found is None else found
+    return "–" if found is None else f"{found:.2f}{star}"
 
 
 def trained(root: Path, attention: str, encoding: str, length: int) -> str:
     """Return thousands of tokens per second on a GPU, and the speed relative to Base.
 
-    Of older figures, of T = 512, only the second, as they were not timed side by side. A dash if
-    the encoding does not serve the attention.
+    The first is the second times Base's speed, the median over all rows: a machine's speed drifts
+    from row to row. Of older figures, of T = 512, only the second. A dash if the encoding does not
+    serve the attention.
     """
-    where = {"attention": attention, "encoding": encoding}
-    if value(root, "table9", "cpu", "seconds", **where) is None:
+    if speed(root, "cpu", attention, encoding) == "–":
         return "–"
-    if not measured("steps", "cuda", root):
-        found = value(root, "table9", "cuda", "relative_speed", **where)
-        return MISSING if found is None else f"{found:.2f}"
-    found = [value(root, "steps", "cuda", key, **where, length=length) for key in SPEEDS]
-    return MISSING if None in found else f"{found[0] / 1e3:,.0f}&nbsp;({found[1]:.2f})"
+    rows = [r for r in measured("steps", "cuda", root) if r.get("relative_speed")]
+    rows = [r for r in rows if (r["attention"], r["length"]) == (attention, length)]
+    own = [row["relative_speed"] for row in rows if row["encoding"] == encoding]
+    if own:
+        base = statistics.median(row["tokens_per_second"] / row["relative_speed"] for row in rows)
+        return f"{base * own[0] / 1e3:,.0f}&nbsp;({own[0]:.2f})"
+    older = speed(root, "cuda", attention, encoding) if length == 512 else "–"
+    return MISSING if older == "–" else older
 
 
 # --- the picture ---------------------------------------------------------------------------------
@@ -175,5 +173,5 @@ def draw(path: Path, rows: list[Row]) -> None:
     plots.save(figure, path)
 
 
-HELPERS = (value, machines, crossover, speed, step_lengths, trained)
+HELPERS = (value, machines, crossover, speed, trained)
 """Functions of a root that the template calls."""
