@@ -225,8 +225,9 @@ class ProjectedAttention(nn.Module):
         """
         if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
             return None
-        given = self._heads(x), self._heads(source), at_q, at_k
-        return self.encoding.one_pass(*given, phi=False)
+        q = self._heads(x)
+        k = q if source is x else self._heads(source)
+        return self.encoding.one_pass(q, k, at_q, at_k, phi=False)
 
     # --- the feature map -----------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ def encoded_attention(
         )
         return _carried(q, k, v, queries, keys, call)
     out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
-    plain = call.form == Form() and queries.sums is None
+    plain = call.form.has_only() and queries.sums is None
     bias = None if out is not None or plain else _constant_bias(q, queries, keys, call)
     form = "triton" if out is not None else "torch" if plain else "blocks of queries"
     form = form if bias is None else "torch with a cached bias"
@@ -205,13 +205,13 @@ def _flash(
     form, kernels = call.form, loader.triton_kernels(FLASH)
     if kernels is None or not _is_data(form):
         return None
-    plain = form == Form() and queries.sums is None and keys.unmasked
+    by_lag = not form.has_only()
+    plain = not by_lag and queries.sums is None and keys.unmasked
     if q.shape[2] == 1 or (plain and q.shape[3] == v.shape[3]):
         return None
     if keys.window is not None and not counts_slots(queries, keys):
         return None
     in_slots = None not in (queries.slots, keys.slots, call.lags)
-    by_lag = form != Form()
     by_gates = form.decay is not None and call.causal and form[0] is form.score_decay is None
     if by_lag and not in_slots and not by_gates:
         return None
@@ -233,8 +233,8 @@ def _is_data(form: Form) -> bool:
     if any(x is not None and x.requires_grad for x in (form.decay, form.score_decay)):
         return False
     if form.by_token is not None:
-        return form == Form(bias=form.bias, by_token=form.by_token)
-    return form._replace(table=None, decay=None, score_decay=None) == Form()
+        return form.has_only("bias", "by_token")
+    return form.has_only("table", "decay", "score_decay")
 
 
 def _shares(
@@ -245,7 +245,7 @@ def _shares(
     None as :func:`_flash`, which has no such weights.
     """
     form, kernels = call.form, loader.triton_kernels(STICK)
-    alone = form == Form(weigh=form.weigh, shares=True) and queries.sums is None
+    alone = form.has_only("weigh", "shares") and queries.sums is None
     if kernels is None or not (call.causal and alone) or q.shape[2] == 1:
         return None
     if keys.window is not None and not counts_slots(queries, keys):
@@ -271,7 +271,7 @@ def _constant_bias(q: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tens
     on a GPU that runs no Triton kernels, for a decay that is not learned and no other term.
     """
     decay = call.form.decay
-    one = decay is not None and not decay.requires_grad and call.form == Form(decay=decay)
+    one = decay is not None and not decay.requires_grad and call.form.has_only("decay")
     at = queries.numbers, keys.numbers
     shared = keys.unmasked and queries.sums is None and at[0].dim() == at[1].dim() == 1
     if not (one and shared and _in_half_on_gpu(q)):

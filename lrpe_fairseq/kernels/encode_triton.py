@@ -132,15 +132,23 @@ def _rows(ctx) -> int:
 
 def _programs(ctx) -> int:
     """Return the number of programs for q and k."""
-    return sum(batch * cdiv(time, _rows(ctx)) for batch, _, time, _ in ctx.shapes)
+    rows = _rows(ctx)
+    return sum(batch * cdiv(time, rows) for batch, _, time, _ in ctx.shapes)
 
 
-def _places(at: Tensor) -> Tensor:
-    """Return positions (B or 1, 1, T) or given phases (B or 1, H, T, E, 2)."""
+def _placed(at: Tensor) -> tuple[Tensor, list[int]]:
+    """Return positions, or given phases as (B or 1, H, T, E, 2), and three strides.
+
+    They lead to the next sequence, head and token, and are 0 on axes of length 1.
+    """
     if at.is_complex():
         at = torch.view_as_real(at.resolve_conj().contiguous())
-        return at if at.dim() == 5 else at.unsqueeze(0)
-    return at.unsqueeze(1) if at.dim() == 2 else at[None, None]
+        at = at if at.dim() == 5 else at.unsqueeze(0)
+        axes = zip(at.shape[:3], at.stride()[:3], strict=True)
+    else:  # (T,) or (B, T)
+        rows, length = at.shape if at.dim() == 2 else (1, len(at))
+        axes = (rows, at.stride(0)), (1, 0), (length, at.stride(-1))
+    return at, [step if size > 1 else 0 for size, step in axes]
 
 
 def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
@@ -151,11 +159,11 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     """
     (batch, heads, queries, width), (*_, keys, _) = ctx.shapes
     (v, theta, column, *at), permutes = given, ctx.form.permutes
-    places, strides = [*map(_places, at)], [n for x in rows for n in x.stride()[:3]]
-    axes = (axis for p in places for axis in zip(p.stride()[:3], p.shape[:3], strict=True))
-    steps = [step if size > 1 else 0 for step, size in axes]
+    of_q = _placed(at[0])
+    (at_q, q_steps), (at_k, k_steps) = of_q, of_q if at[1] is at[0] else _placed(at[1])
+    strides = [n for x in rows for n in x.stride()[:3]]
     phased = at[0].is_complex()
-    pairs = places[0].shape[3] if phased else 0
+    pairs = at_q.shape[3] if phased else 0
     if theta is not None and not permutes:
         pairs = theta.shape[-1]
     unit = math.gcd(16, *strides)
@@ -163,8 +171,8 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     launch(
         kernel,
         (_programs(ctx),),
-        *(rows[0] if x is None else x for x in (*rows, *places, v, theta, column, *results)),
-        *(batch, heads, queries, keys, ctx.grid, *steps),
+        *(rows[0] if x is None else x for x in (*rows, at_q, at_k, v, theta, column, *results)),
+        *(batch, heads, queries, keys, ctx.grid, *q_steps, *k_steps),
         *(n // unit for n in strides),
         apart,
         D=width,

@@ -7,7 +7,7 @@ Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width
 R lags of a table, C lags of biases of every token.
 """
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -150,21 +150,14 @@ OTHERS = {
 def tile_of(name: str, call: "_Call") -> Tile:
     """Return the tile of a kernel for a call: the largest with which it does not spill registers.
 
-    The load is what needs registers: terms of the scores, and width. Float32 has one tile for all;
-    wide forms of it spill. ``python -m benchmarks.compiled`` shows the figures of half types.
+    Float32 has one tile for all; wide forms of it spill. ``python -m benchmarks.compiled`` shows
+    the figures of half types.
     """
     major, _ = capability_of(call.given[0].device)
-    given = (call.table, call.decays[1], call.threshold or None)
-    light = (call.decays[0], call.gates[0])
-    two, one = (sum(x is not None for x in some) for some in (given, light))
-    own = sum(x is not None for x in call.own)
-    terms = 2 * two + one + 3 * own
-    width = power_of_two(call.width) + power_of_two(call.values)
-    load = max(5 * (own > 0), terms + 3 * (width > 128) + 3 * (width > 256))
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
     if call.given[0].dtype == torch.float32:
         return Tile(32, 16, stages=1, split=False)
-    longest = max(64, call.queries)
+    load, longest = call.load, max(64, call.queries)
     return next(tile for limit, tile in tiles if load <= limit and tile.queries <= longest)
 
 
@@ -264,8 +257,16 @@ class MaskedCall:
         """Return the tile of a kernel."""
         raise NotImplementedError
 
-    def constants(self, tile: Tile) -> dict[str, Any]:
-        """Return the compile-time arguments of every kernel, without tiles and strides."""
+    def of_tile(self, tile: Tile) -> dict[str, Any]:
+        """Return the compile-time arguments that depend on the tile, beside its sizes."""
+        return {}
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        return self.constants()
+
+    def constants(self) -> dict[str, Any]:
+        """Return the other compile-time arguments of every kernel, without strides."""
         return {
             "D": self.width,
             "E": self.values,
@@ -308,7 +309,8 @@ class MaskedCall:
             BN=tile.keys,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **self.constants(tile),
+            **self._constants,
+            **self.of_tile(tile),
             **flags,
         )
 
@@ -437,11 +439,25 @@ class _Call(MaskedCall):
         """Return the tile of a kernel."""
         return tile_of(name, self)
 
-    def constants(self, tile: Tile) -> dict[str, Any]:
-        """Return the compile-time arguments of all three kernels, without tiles and strides."""
-        found = super().constants(tile)
+    @cached_property
+    def load(self) -> int:
+        """What needs registers: terms of the scores, and width."""
+        given = (self.table, self.decays[1], self.threshold or None)
+        light = (self.decays[0], self.gates[0])
+        two, one, own = (sum(x is not None for x in some) for some in (given, light, self.own))
+        terms = 2 * two + one + 3 * own
+        width = power_of_two(self.width) + power_of_two(self.values)
+        return max(5 * (own > 0), terms + 3 * (width > 128) + 3 * (width > 256))
+
+    def of_tile(self, tile: Tile) -> dict[str, Any]:
+        """Return whether tiles without hidden pairs are split off."""
+        found = self._constants
         masked = found["WINDOWED"] or found["PADDED"] or found["SEGMENTS"]
-        return found | {
+        return {"SPLIT": tile.split and not masked}
+
+    def constants(self) -> dict[str, Any]:
+        """Return the compile-time arguments of all three kernels, without tiles and strides."""
+        return super().constants() | {
             "CAUSAL": self.options.causal,
             "PLAIN": all(x is None for x in self.terms),
             "TABLE": self.table is not None,
@@ -452,7 +468,6 @@ class _Call(MaskedCall):
             "BY_KEY": self.own[1] is not None,
             "CLIPPED": self._clipped(),
             "EXACT": self.given[0].dtype == torch.float32,
-            "SPLIT": tile.split and not masked,
         }
 
     def _clipped(self) -> bool:

@@ -1,7 +1,4 @@
-"""Benchmarks: ``docs/speed.md`` and a CSV file per part, from ``results/bench/<device>/*.json``.
-
-A value that was not measured is shown as a dash.
-"""
+"""Benchmarks: ``docs/speed.md`` and a CSV file per part, of ``results/bench/<device>/*.json``."""
 
 import functools
 import json
@@ -138,9 +135,8 @@ def speed(root: Path, device: str, attention: str, encoding: str) -> str:
 def trained(root: Path, attention: str, encoding: str, length: int) -> str:
     """Return thousands of tokens per second on a GPU, and the speed relative to Base.
 
-    The first is the second times Base's speed, the median over all rows: a machine's speed drifts
-    from row to row. Of older figures, of T = 512, only the second. A dash if the encoding does not
-    serve the attention.
+    The first is the second times Base's median over all rows, between which a machine drifts. Of
+    older figures, of T = 512, only the second. A dash if the encoding cannot serve.
     """
     if speed(root, "cpu", attention, encoding) == "–":
         return "–"
