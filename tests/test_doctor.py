@@ -19,10 +19,10 @@ def test_a_sound_environment_passes_every_check(capsys, monkeypatch):
     assert [line.split(":")[0] for line in said[:-1]] == [f"ok    {n}" for n in doctor.CHECKS]
 
 
-def test_a_layer_of_either_attention_is_computed_and_must_be_finite(monkeypatch):
-    assert "softmax on cpu: loss" in doctor.training()
-    monkeypatch.setattr(doctor.math, "isfinite", lambda number: False)
-    with pytest.raises(ValueError, match=r"linear on cpu: .*; run make test to find the defect"):
+def test_a_layer_of_either_attention_must_be_near_float64(monkeypatch):
+    assert "softmax attention of gated:lrpe-type2 on cpu: error" in doctor.training()
+    monkeypatch.setattr("torch.Tensor.norm", lambda x: x.sum() * float("nan"))
+    with pytest.raises(ValueError, match=r"attention of none on cpu: .*; run make test to"):
         doctor.training()
 
 

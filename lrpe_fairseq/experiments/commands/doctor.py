@@ -8,7 +8,6 @@ missing or broken.
 import importlib
 import importlib.metadata
 import logging
-import math
 import platform
 import shutil
 import sys
@@ -20,6 +19,7 @@ SUMMARY = "Check this environment before a long run."
 REPAIR = "make install repairs packages; docs/installing.md says which torch has code for which GPU"
 ROOT = Path(__file__).resolve().parents[3]
 FAIRSEQ = "0.12.3.1"
+FORMS = ("linear", "none"), ("linear", "fox"), ("softmax", "gated:lrpe-type2")
 FREE_GB = 20
 """Minimum disk space in GB for the checkpoints of one table at paper scale."""
 
@@ -87,7 +87,7 @@ def disk() -> str:
 
 
 def training() -> str:
-    """Compute one layer and its gradients per device and attention type; all must be finite."""
+    """Compare the gradients of a layer, on a GPU in half precision, with float64 on the CPU."""
     import torch
 
     from lrpe_fairseq.attention.multihead import MultiheadAttention
@@ -95,15 +95,19 @@ def training() -> str:
     count, found = torch.cuda.device_count(), []
     if count > 1 and not torch.distributed.is_nccl_available():
         raise ValueError(f"{count} GPUs, but this torch has no NCCL")
-    for device in ("cpu", *(f"cuda:{index}" for index in range(count))):
-        for attention in ("linear", "softmax"):
-            choices = {"attention_type": attention, "position_encoding": "lrpe-type2"}
-            layer = MultiheadAttention(64, 2, causal=True, **choices).to(device)
-            loss = layer.attend(torch.randn(2, 64, 64, device=device))[0].square().mean()
-            loss.backward()
-            norm = sum(p.grad.square().sum().item() for p in layer.parameters())
-            found.append(f"{attention} on {device}: loss {loss:.3f}, squared gradient {norm:.3f}")
-            if not math.isfinite(loss.item() + norm):
+    half = torch.bfloat16 if count and torch.cuda.get_device_capability() >= (8,) else torch.float16
+    for device, dtype in (("cpu", torch.float32), *((f"cuda:{n}", half) for n in range(count))):
+        for attention, name in FORMS:
+            choices = {"attention_type": attention, "position_encoding": name}
+            layer, grads = MultiheadAttention(128, 2, causal=True, **choices), []
+            x = torch.randn(2, 100, 128, dtype=dtype)
+            for at, own in ((device, dtype), ("cpu", torch.float64)):
+                layer.to(at, own).zero_grad()
+                layer.attend(x.to(at, own))[0].square().sum().backward()
+                grads.append(torch.cat([p.grad.flatten().cpu() for p in layer.parameters()]))
+            error = ((grads[0] - grads[1]).norm() / grads[1].norm()).item()
+            found.append(f"{attention} attention of {name} on {device}: error {error:.1e}")
+            if not error < 0.1:
                 raise ValueError(f"{found[-1]}; run make test to find the defect")
     return "; ".join(found)
 
