@@ -194,7 +194,8 @@ def test_flash_attention_takes_more_sequences_than_cuda_allows_on_most_axes_of_a
     flash_cases.assert_near(found, flash_cases.exact(tensors, options), 2e-5)
 
 
-CELLS = [("Type2", "linear"), ("FoX, open", "linear"), ("RoPE", "softmax"), ("T5", "softmax")]
+CELLS = [("Type2-LN", "linear"), ("FoX, open", "linear"), ("RoPE", "softmax"), ("T5", "softmax")]
+"""Not `Type2`: denominators near 0 amplify rounding, so that two forms on a CPU differ by 1 bit."""
 
 
 @pytest.mark.parametrize(("label", "attention"), CELLS)
