@@ -8,7 +8,13 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.base import LOWEST, ScoreEncoding
 from lrpe_fairseq.encodings.options import EncodingSpec
-from lrpe_fairseq.encodings.positions import BLOCKS, PositionCache, check_positions, known_lags
+from lrpe_fairseq.encodings.positions import (
+    BLOCKS,
+    PositionCache,
+    check_positions,
+    counted,
+    known_lags,
+)
 from lrpe_fairseq.kernels.dispatch import has_values
 
 
@@ -49,7 +55,7 @@ class LagBias(ScoreEncoding):
 
     def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor | None:
         """Return the bias of every lag; see :meth:`ScoreEncoding.bias_by_lag`."""
-        return self.bias_of(torch.arange(first, last + 1, device=device)).t()
+        return self.bias_of(counted(last + 1, device, first)).t()
 
     def bias_of(self, lag: Tensor) -> Tensor:
         """Return :meth:`of_lag` for lags of any sign, clamped from below."""

@@ -351,7 +351,8 @@ class _Call(MaskedCall):
         self.lags = 0 if table is None else table.shape[1]
         columns = 0 if table is None else self.table.shape[1]
         self.decays = [None if x is None else x.detach().float() for x in options.decays]
-        self.gates = (None, None) if c is None else (_two_floats(c), _two_floats(d))
+        of_queries = None if c is None else _two_floats(c)
+        self.gates = of_queries, of_queries if d is c else _two_floats(d)
         self.own = [None if x is None else x.detach().contiguous() for x in (by_query, by_key)]
         own_columns = next((x.shape[3] for x in self.own if x is not None), 0)
         self.terms = (self.table, *self.decays, *self.gates, *self.own)
