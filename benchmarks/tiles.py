@@ -22,9 +22,9 @@ from benchmarks.timing import contest
 SWEEP, FLASH = "lrpe_fairseq.kernels.sweep_triton", "lrpe_fairseq.kernels.flash_triton"
 SWEEPS = ((32, 4, 3), (32, 4, 2), (32, 4, 1), (32, 8, 3), (16, 4, 3))
 """Tokens, warps and stages of a tile. 64 tokens can fail: see ``sweep_triton.tile_of``."""
-SQUARES = ((128, 64, 8, 2, True), (64, 64, 8, 2, True), (64, 64, 8, 2, False), (64, 64, 4, 2, True),
-           (64, 32, 4, 2, True))  # fmt: skip
-"""Queries, keys, warps and stages of a tile, and if tiles without hidden pairs are split off."""
+SQUARES = ((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2),
+           (128, 32, 4, 2))  # fmt: skip
+"""Queries, keys, warps and stages of a tile. 16 rows a warp, or parts are computed twice."""
 SWEPT, FLASHES = ("forward", "query", "key"), ("output", "query_gradient", "key_gradient")
 FORMS = (
     ("linear", SWEEP, SWEPT),
@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     form: str
     module: str
     kernel: str
-    tile: tuple[int | bool, ...]
+    tile: tuple[int, ...]
 
 
 def candidates() -> Iterator[Candidate]:

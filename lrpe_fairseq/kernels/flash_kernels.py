@@ -1,7 +1,7 @@
-"""Triton kernels of flash attention: the output, two of the gradients, and two small ones.
+"""Triton kernels of flash attention: the output, three of the gradients, and two small ones.
 
 Nothing is summed by atomic operations, so equal inputs give equal bits. Strides are in units of
-UNIT elements. Sums of log gates are two floats per token.
+UNIT elements. Tensors of sums of log gates are those of ``flash_triton``.
 
 Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width, E value width,
 M tiles of BM queries, N tiles of BN keys, R lags of a table, C lags of biases of every token,
@@ -12,22 +12,23 @@ import triton
 import triton.language as tl
 
 from lrpe_fairseq.kernels.flash_tiles import (
-    delta_of,
     dot,
     in_log2,
     kept,
     key_term_gradients,
     key_tiles,
+    lag_range,
+    load_pairs,
     load_rows,
-    load_vector,
     place,
     query_term_gradients,
     query_tiles,
     scored,
     segment_range,
+    statistics,
+    store_lags,
     store_own_ends,
     store_rows,
-    store_term_gradients,
     store_vector,
     tile_gradient,
 )
@@ -35,7 +36,7 @@ from lrpe_fairseq.kernels.flash_tiles import (
 STRIDES = ["qb", "qh", "qt", "kb", "kh", "kt", "vb", "vh", "vt", "gb", "gh", "gt"]
 STRIDES += ["ob", "oh", "ot", "pb", "ph", "pt"]
 NUMBERS = ["T", "S", "H", "R", "first_lag", "C", "C0", "offset", "window", "threshold"]
-NUMBERS += ["count", "least", *STRIDES]
+NUMBERS += ["diagonals", "least", *STRIDES]
 """Arguments whose values are not compiled in."""
 
 
@@ -51,7 +52,7 @@ def output_kernel(
     WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
     SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
     CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPS: tl.constexpr, SPLIT: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
     """Compute o (B, H, T, E) and the log2 of the softmax's sums, lse (L, T), inf without a key."""
     m, b, h, sequence = place(T, BM, H)
@@ -61,25 +62,24 @@ def output_kernel(
     first, full, last = key_tiles(
         m, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
     )
-    for part in tl.static_range(0, 2 if SPLIT else 1):  # tiles with hidden pairs, then the others
-        for n in range(full if SPLIT and part == 0 else first, last if part == 0 else full):
-            k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
-            s = scored(
-                dot(q, tl.trans(k)), m, n, b, h, sequence,
-                table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
-                by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
-                offset, window, scale, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE, DECAY, SCORE_DECAY,
-                GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, part == 0, False,
-            )  # fmt: skip
-            v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
-            unit = in_log2(scale, PLAIN)
-            higher = tl.maximum(top, tl.max(s, 1) * unit)
-            p = tl.exp2(s * unit - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
-            shrink = tl.exp2(top - tl.where(higher == float("-inf"), 0.0, higher))
-            total, top = total * shrink + tl.sum(p, 1), higher
-            if DROPS:
-                p = tl.where(kept(seed_ptr, sequence, m, n, threshold, BM, BN), p, 0.0)
-            out = out * shrink[:, None] + dot(p.to(v.dtype), v)
+    for n in range(first, last):
+        k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
+        s = scored(
+            dot(q, tl.trans(k)), m, n, b, h, sequence,
+            table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
+            offset, window, scale, n >= full, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE, DECAY,
+            SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, False,
+        )  # fmt: skip
+        v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
+        unit = in_log2(scale, PLAIN)
+        higher = tl.maximum(top, tl.max(s, 1) * unit)
+        p = tl.exp2(s * unit - tl.where(higher == float("-inf"), 0.0, higher)[:, None])
+        shrink = tl.exp2(top - tl.where(higher == float("-inf"), 0.0, higher))
+        total, top = total * shrink + tl.sum(p, 1), higher
+        if DROPS:
+            p = tl.where(kept(seed_ptr, sequence, m, n, threshold, BM, BN), p, 0.0)
+        out = out * shrink[:, None] + dot(p.to(v.dtype), v)
     seen = total > 0
     out = tl.where(seen[:, None], out * (inverse / tl.where(seen, total, 1.0))[:, None], 0.0)
     store_rows(o_ptr + (b * ob + h * oh) * UNIT, out, m * BM, ot * UNIT, T, E, BM, EP)
@@ -89,7 +89,7 @@ def output_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dgate_ptr, dquery_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, grad_ptr, lse_ptr, stats_ptr, dq_ptr, dgate_ptr, dquery_ptr,
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt,
@@ -99,41 +99,37 @@ def query_gradient_kernel(
     WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
     SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
     CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPS: tl.constexpr, SPLIT: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq (B, H, T, D), delta (L, T), the gradients of gates (L, T), unless CAUSAL, and of
-    biases of every query (L, T, C)."""
+    """Compute dq (B, H, T, D), the queries' stats (L, ., 2), which hold lse and delta = grad . o,
+    and the gradients of gates (L, T), unless CAUSAL, and of biases of every query (L, T, C)."""
     m, b, h, sequence = place(T, BM, H)
     q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
     grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
     o = load_rows(o_ptr + (b * ob + h * oh) * UNIT, m * BM, ot * UNIT, T, E, BM, EP)
-    delta = delta_of(o, grad, delta_ptr, sequence, m, T, BM)
-    lse = load_vector(lse_ptr, sequence, m, T, float("inf"), BM)
+    lse, delta = statistics(o, grad, lse_ptr, stats_ptr, sequence, m, T, BM)
     dq, dgate = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     low, high = dgate, dgate
     first, full, last = key_tiles(
         m, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
     )
-    for part in tl.static_range(0, 2 if SPLIT else 1):
-        for n in range(full if SPLIT and part == 0 else first, last if part == 0 else full):
-            k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
-            v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
-            _, ds = tile_gradient(
-                dot(q, tl.trans(k)),
-                dot(grad, tl.trans(v)),
-                lse[:, None], delta[:, None], m, n, b, h, sequence, table_ptr, decay_ptr,
-                score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr,
-                q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C, C0, offset, window,
-                threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE, DECAY,
-                SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, DROPS,
-                part == 0, False,
-            )  # fmt: skip
-            ds, dgate, low, high = query_term_gradients(
-                ds, dgate, low, high, m, n, h, sequence, dquery_ptr, score_decay_ptr, q_gate_ptr,
-                k_gate_ptr, T, S, C, C0, offset, BM, BN, CAUSAL, SCORE_DECAY, GATED, BY_QUERY,
-                CLIPPED, EXACT,
-            )  # fmt: skip
-            dq += dot(ds.to(k.dtype), k)
+    for n in range(first, last):
+        k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
+        v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
+        _, ds = tile_gradient(
+            dot(q, tl.trans(k)), dot(grad, tl.trans(v)), lse[:, None], delta[:, None], m, n, b, h,
+            sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C,
+            C0, offset, window, threshold, scale, inverse, n >= full, BM, BN, CAUSAL, WINDOWED,
+            PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
+            SEGMENTS, DROPS, False,
+        )  # fmt: skip
+        ds, dgate, low, high = query_term_gradients(
+            ds, dgate, low, high, m, n, h, sequence, dquery_ptr, score_decay_ptr, q_gate_ptr,
+            k_gate_ptr, T, S, C, C0, offset, BM, BN, CAUSAL, SCORE_DECAY, GATED, BY_QUERY,
+            CLIPPED, EXACT,
+        )  # fmt: skip
+        dq += dot(ds.to(k.dtype), k)
     store_rows(dq_ptr + (b * pb + h * ph) * UNIT, dq * scale, m * BM, pt * UNIT, T, D, BM, DP)
     if GATED and not CAUSAL:
         store_vector(dgate_ptr, dgate, sequence, m, T, BM)
@@ -142,55 +138,92 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dgate_ptr, dtable_ptr,
-    dkey_ptr, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, dgate_ptr, dkey_ptr,
+    table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
     by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb,
     kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt, T, S, H, R, first_lag, C, C0, offset,
-    window, threshold, count, least, scale, inverse, D: tl.constexpr, E: tl.constexpr,
-    DP: tl.constexpr,
+    window, threshold, scale, inverse, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
     EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
     SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
     CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
-    DROPS: tl.constexpr, SPLIT: tl.constexpr, TABLE_LEARNS: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv, and gradients of gates (L, S) and terms by lag (L, N, count), (L, S, C)."""
+    """Compute dk, dv, and the gradients of gates (L, S) and of biases of every key (L, S, C)."""
     n, b, h, sequence = place(S, BN, H)
     k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
     v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
     dk, dv = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, EP), tl.float32)
-    dgate, carry = tl.zeros((BN,), tl.float32), tl.zeros((BM,), tl.float32)
+    dgate = tl.zeros((BN,), tl.float32)
     low, high = dgate, dgate
     first, full, last = query_tiles(
         n, b, bounds_ptr, T, S, offset, window, BM, BN, CAUSAL, WINDOWED, PADDED or SEGMENTS
     )
-    at = (sequence * tl.cdiv(S, BN) + n) * count - n * BN - BM - least
-    for part in tl.static_range(0, 2 if SPLIT else 1):
-        for m in range(first if part == 0 else full, full if SPLIT and part == 0 else last):
-            q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
-            grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
-            lse = load_vector(lse_ptr, sequence, m, T, float("inf"), BM)
-            product, delta = dot(k, tl.trans(q)), load_vector(delta_ptr, sequence, m, T, 0.0, BM)
-            p, ds = tile_gradient(
-                product, dot(v, tl.trans(grad)), lse[None, :], delta[None, :], m, n, b, h, sequence,
-                table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
-                by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag,
-                C, C0, offset, window, threshold, scale, inverse, BM, BN, CAUSAL, WINDOWED, PLAIN,
-                TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
-                SEGMENTS, DROPS, part == 0, True,
-            )  # fmt: skip
-            dv += dot(p.to(grad.dtype), grad)
-            ds, dgate, carry, low, high = key_term_gradients(
-                ds, dgate, carry, low, high, m, n, h, sequence, dtable_ptr + at, dkey_ptr,
-                score_decay_ptr, q_gate_ptr, k_gate_ptr, T, S, C, C0, offset, BM, BN, CAUSAL,
-                SCORE_DECAY, GATED, BY_KEY, CLIPPED, EXACT, TABLE_LEARNS)  # fmt: skip
-            dk += dot(ds.to(q.dtype), q)
+    for m in range(first, last):
+        q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
+        grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
+        lse, delta = load_pairs(stats_ptr, sequence, m, T, BM)
+        p, ds = tile_gradient(
+            dot(k, tl.trans(q)), dot(v, tl.trans(grad)), lse[None, :], delta[None, :], m, n, b, h,
+            sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C,
+            C0, offset, window, threshold, scale, inverse, m < full, BM, BN, CAUSAL, WINDOWED,
+            PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
+            SEGMENTS, DROPS, True,
+        )  # fmt: skip
+        dv += dot(p.to(grad.dtype), grad)
+        ds, dgate, low, high = key_term_gradients(
+            ds, dgate, low, high, m, n, h, sequence, dkey_ptr, score_decay_ptr, q_gate_ptr,
+            k_gate_ptr, T, S, C, C0, offset, BM, BN, CAUSAL, SCORE_DECAY, GATED, BY_KEY,
+            CLIPPED, EXACT,
+        )  # fmt: skip
+        dk += dot(ds.to(q.dtype), q)
     store_rows(dk_ptr + (b * ob + h * oh) * UNIT, dk * scale, n * BN, ot * UNIT, S, D, BN, DP)
     store_rows(dv_ptr + (b * pb + h * ph) * UNIT, dv * inverse, n * BN, pt * UNIT, S, E, BN, EP)
-    store_term_gradients(
-        dgate, carry, n, sequence, first, last, dgate_ptr, dtable_ptr + at, S, BM, BN, GATED,
-        TABLE_LEARNS)  # fmt: skip
+    if GATED:
+        store_vector(dgate_ptr, dgate, sequence, n, S, BN)
     store_own_ends(dkey_ptr, low, high, n * BN, S, sequence, C, BN, BY_KEY, CLIPPED)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def lag_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, stats_ptr, dtable_ptr,
+    table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
+    padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    T, S, H, R, first_lag, C, C0, offset, window, threshold, diagonals, least, scale, inverse,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
+    SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
+    CLIPPED: tl.constexpr, EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
+    DROPS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a table in rows by lag (L, BM / BN + 1, count).
+
+    A program has the tiles (m, n) of a diagonal, whose lags are the same: it adds them up first.
+    """
+    tile, b, h, sequence = place(diagonals * BN, BN, H)
+    d = least // BN + diagonals - tile  # from least + BN on; the longest diagonals first
+    total = tl.zeros((BM, BN), tl.float32)
+    first, full, last = lag_range(d, T, S, offset, BM, BN, CAUSAL)
+    for m in range(first, last):
+        n = m * (BM // BN) - d
+        q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
+        grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
+        k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
+        v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
+        lse, delta = load_pairs(stats_ptr, sequence, m, T, BM)
+        _, ds = tile_gradient(
+            dot(q, tl.trans(k)), dot(grad, tl.trans(v)), lse[:, None], delta[:, None], m, n, b, h,
+            sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C,
+            C0, offset, window, threshold, scale, inverse, m >= full, BM, BN, CAUSAL, WINDOWED,
+            PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
+            SEGMENTS, DROPS, False,
+        )  # fmt: skip
+        total += ds
+    store_lags(dtable_ptr, total, d, sequence, (diagonals + BM // BN) * BN, least, BM, BN)
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "count", "R", "shift"])

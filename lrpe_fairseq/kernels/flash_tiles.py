@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MARGIN = tl.constexpr(128)  # tokens; no tile is longer
 
 
 @triton.jit
@@ -47,6 +48,21 @@ def store_rows(
     tl.store(to, x.to(base.dtype.element_ty), mask=inside)
 
 
+INTERPRETED = tl.constexpr(not isinstance(load_rows, triton.JITFunction))
+
+
+@triton.jit
+def fetched(pointer):
+    """Load float32 numbers where they are used. ``tl.load`` passes them through shared memory."""
+    if INTERPRETED:
+        x = tl.load(pointer)
+    else:
+        x = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], tl.float32, True, 1
+        )
+    return x
+
+
 @triton.jit
 def key_tiles(
     m, b, bounds_ptr, T, S, offset, window,
@@ -72,11 +88,32 @@ def key_tiles(
 
 
 @triton.jit
-def delta_of(o, grad, delta_ptr, sequence, m, T, BM: tl.constexpr):
-    """Return grad . o of a tile's queries and write it to delta (L, T)."""
+def statistics(o, grad, lse_ptr, stats_ptr, sequence, m, T, BM: tl.constexpr):
+    """Return the lse of a tile's queries, and delta = grad . o; write both to stats (L, ., 2)."""
+    lse = load_vector(lse_ptr, sequence, m, T, float("inf"), BM)
     delta = tl.sum(grad.to(tl.float32) * o.to(tl.float32), 1)
-    store_vector(delta_ptr, delta, sequence, m, T, BM)
-    return delta
+    row = tl.arange(0, BM)
+    at = stats_ptr + pairs_before(sequence, m, T, BM) + 2 * row
+    tl.store(at, lse, mask=m * BM + row < T)
+    tl.store(at + 1, delta, mask=m * BM + row < T)
+    return lse, delta
+
+
+@triton.jit
+def pairs_before(sequence, tile, count, SIZE: tl.constexpr):
+    """Return the place of a tile's pairs in a tensor (L, ., 2) for ``count`` tokens and margins."""
+    return (sequence * (tl.cdiv(count, MARGIN) * MARGIN) + tile * SIZE) * 2
+
+
+@triton.jit
+def load_pairs(base, sequence, tile, count, SIZE: tl.constexpr):
+    """Load a tile of two vectors per sequence, which have no end: see ``pairs_before``.
+
+    Trap: with a mask every number would be loaded by an instruction of its own.
+    """
+    row, which = tl.arange(0, SIZE), tl.arange(0, 2)
+    base += pairs_before(sequence, tile, count, SIZE)
+    return tl.split(tl.load(base + 2 * row[:, None] + which[None, :]))
 
 
 @triton.jit
@@ -130,46 +167,58 @@ def pairs(m, n, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def visible(
-    i, j, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr,
+def hidden(
+    s, m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window, edge,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    PADDED: tl.constexpr, SEGMENTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Return a mask that broadcasts to the tile, true if the query sees the key."""
-    ok = j < S
-    if CAUSAL:
-        ok = j <= tl.minimum(i + offset, S - 1)
-    if WINDOWED:
-        ok = ok & (j > i + (offset - window))
-    if PADDED:
-        ok = ok & (tl.load(padding_ptr + b * S + j, mask=j < S, other=1) == 0)
-    if SEGMENTS:
-        own = tl.load(q_segment_ptr + b * T + i, mask=i < T, other=0)
-        ok = ok & (own == tl.load(k_segment_ptr + b * S + j, mask=j < S, other=0))
-    return ok
+    """Return the scores s of a tile, -inf where the query does not see the key.
+
+    edge: False if neither a lag nor the end of the keys hides a pair of the tile.
+    """
+    if edge or WINDOWED or PADDED or SEGMENTS:
+        i, j = pairs(m, n, BM, BN, TURNED)
+        ok = j <= tl.minimum(i + offset, S - 1) if CAUSAL else j < S
+        if WINDOWED:
+            ok = ok & (j > i + (offset - window))
+        if PADDED:
+            ok = ok & (tl.load(padding_ptr + b * S + j, mask=j < S, other=1) == 0)
+        if SEGMENTS:
+            own = tl.load(q_segment_ptr + b * T + i, mask=i < T, other=0)
+            ok = ok & (own == tl.load(k_segment_ptr + b * S + j, mask=j < S, other=0))
+        s = tl.where(ok, s, float("-inf"))
+    return s
 
 
 @triton.jit
 def log_decay(
-    i, j, m, sequence, q_gate_ptr, k_gate_ptr, T, S, BM: tl.constexpr, EXACT: tl.constexpr
+    m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM: tl.constexpr, BN: tl.constexpr,
+    EXACT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Return c_i - d_j from sums that are two floats each, high and low.
+    """Return c_i - d_j of the pairs of a tile.
 
-    EXACT: the difference is correct to float32. Otherwise sums relative to the first query of the
-    tile are rounded once, and one operation per pair is left of three. It is correct to float32
-    for keys before the tile, and within it to 2^-22 of the sum of the tile's log gates.
+    EXACT: correct to float32, from sums that are two floats each. Otherwise correct to 2^-23 of the
+    sum of a block's log gates, from sums since the start of a block, in one operation per pair.
     """
-    q_gate_ptr += sequence * T * 2
-    k_gate_ptr += sequence * S * 2
-    x = tl.load(q_gate_ptr + 2 * i, mask=i < T, other=0.0)
-    y = tl.load(k_gate_ptr + 2 * j, mask=j < S, other=0.0)
-    x_low = tl.load(q_gate_ptr + 2 * i + 1, mask=i < T, other=0.0)
-    y_low = tl.load(k_gate_ptr + 2 * j + 1, mask=j < S, other=0.0)
+    i, j = pairs(0, 0, BM, BN, TURNED)
+    x, query_rest = sums_of(q_gate_ptr, i, m * BM, sequence, T, EXACT)
+    y, key_rest = sums_of(k_gate_ptr, j, n * BN, sequence, S, EXACT)
+    rest = query_rest - key_rest
+    return (x - y) + rest if EXACT else (x + rest) - y
+
+
+@triton.jit
+def sums_of(base, t, first, sequence, count, EXACT: tl.constexpr):
+    """Return a tile's sums of log gates and what they lack: low parts, or the sum of blocks before.
+
+    No token has a mask: with one, every number would be loaded by an instruction of its own.
+    """
+    blocks = tl.cdiv(count, MARGIN)
     if EXACT:
-        difference = (x - y) + (x_low - y_low)
-    else:
-        high, low = tl.load(q_gate_ptr + 2 * m * BM), tl.load(q_gate_ptr + 2 * m * BM + 1)
-        difference = ((x - high) + (x_low - low)) - ((y - high) + (y_low - low))
-    return difference
+        base += (sequence * (blocks * MARGIN) + first) * 2
+        return tl.load(base + 2 * t), tl.load(base + 2 * t + 1)
+    base += sequence * (blocks * (MARGIN + 2))
+    return tl.load(base + first + t), tl.load(base + blocks * MARGIN + 2 * (first // MARGIN))
 
 
 @triton.jit
@@ -191,17 +240,16 @@ def scored(
     product, m, n, b, h, sequence,
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr,
-    T, S, R, first_lag, C, C0, offset, window, scale,
+    T, S, R, first_lag, C, C0, offset, window, scale, edge,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr, SCORE_DECAY: tl.constexpr,
     GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr,
-    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, EDGE: tl.constexpr,
-    TURNED: tl.constexpr,
+    EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Return the scores of a tile from its products q . k, -inf where hidden.
 
-    EDGE: False if every query of the tile sees every key. PLAIN: the scores are without ``scale``,
-    which :func:`in_log2` applies.
+    edge: see :func:`hidden`. PLAIN: the scores are without ``scale``, which :func:`in_log2`
+    applies.
     """
     i, j = pairs(m, n, BM, BN, TURNED)
     s = product if PLAIN else product * scale
@@ -209,7 +257,7 @@ def scored(
     if TABLE:
         near, far = pairs(0, 0, BM, BN, TURNED)
         table_ptr += h * R + offset - first_lag + m * BM - n * BN
-        s += tl.load(table_ptr + (near.to(tl.int64) - far.to(tl.int64)))
+        s += fetched(table_ptr + (near - far))
     if DECAY:
         log = of_lags(m, n, tl.load(decay_ptr + h), offset, BM, BN, TURNED)
         s += log if CAUSAL else -tl.abs(log)
@@ -224,15 +272,12 @@ def scored(
             BM, BN, CLIPPED, TURNED,
         )  # fmt: skip
     if GATED:
-        difference = log_decay(i, j, m, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, EXACT)
+        difference = log_decay(m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, EXACT, TURNED)
         s += difference if CAUSAL else tl.minimum(difference, 0.0)
-    if EDGE:
-        ok = visible(
-            i, j, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window,
-            CAUSAL, WINDOWED, PADDED, SEGMENTS,
-        )  # fmt: skip
-        s = tl.where(ok, s, float("-inf"))
-    return s
+    return hidden(
+        s, m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window, edge,
+        BM, BN, CAUSAL, WINDOWED, PADDED, SEGMENTS, TURNED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -253,12 +298,12 @@ def tile_gradient(
     product, dp, lse, delta, m, n, b, h, sequence,
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr,
-    T, S, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
+    T, S, R, first_lag, C, C0, offset, window, threshold, scale, inverse, edge,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr, SCORE_DECAY: tl.constexpr,
     GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr,
     EXACT: tl.constexpr, PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
-    EDGE: tl.constexpr, TURNED: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile, 0 where dropped, and the gradient of its scores.
 
@@ -268,8 +313,9 @@ def tile_gradient(
     s = scored(
         product, m, n, b, h, sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr,
         k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
-        T, S, R, first_lag, C, C0, offset, window, scale, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE,
-        DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, EDGE, TURNED,
+        T, S, R, first_lag, C, C0, offset, window, scale, edge, BM, BN, CAUSAL, WINDOWED, PLAIN,
+        TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS,
+        TURNED,
     )  # fmt: skip
     p = tl.exp2(s * in_log2(scale, PLAIN) - lse)
     if DROPS:
@@ -285,14 +331,12 @@ def tile_gradient(
 
 @triton.jit
 def gate_gradient(
-    ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, EXACT: tl.constexpr,
-    TURNED: tl.constexpr,
+    ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, EXACT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of a tile's rows over the pairs whose c_i - d_j is not clamped to 0."""
     if not CAUSAL:
-        i, j = pairs(m, n, BM, BN, TURNED)
-        difference = log_decay(i, j, m, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, EXACT)
+        difference = log_decay(m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, EXACT, TURNED)
         ds = tl.where(difference <= 0, ds, 0.0)
     return tl.sum(ds, 1)
 
@@ -313,21 +357,36 @@ def decayed(
 
 
 @triton.jit
-def add_lags(
-    part_ptr, carry, x, m, BM: tl.constexpr, BN: tl.constexpr, LEARNS: tl.constexpr
-):  # fmt: skip
-    """Write the sums over pairs of the same lag of a turned tile (BN, BM); return the carry.
+def lag_range(d, T, S, offset, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the first and the last (exclusive) query tile m of the tiles (m, n) of diagonal d.
 
-    BM >= BN. Tile (m, n) has lags from (m - 1) BM - n BN on. The last BM of them are the first ones
-    of tile (m + 1, n), so they are carried there, and every number is written once.
+    They have m BM - n BN = d BN. Between both lies the first one with a hidden pair, as far as
+    the lags and the last key hide any.
     """
-    if LEARNS:
-        r = tl.arange(0, BM)
-        query = tl.arange(0, BN)[:, None] + r[None, :]  # of column c and row j: one lag per column
-        turned = tl.gather(x, query % BM, 1)
-        tl.store(part_ptr + m * BM + r, carry + tl.sum(tl.where(query < BM, 0.0, turned), 0))
-        carry = tl.sum(tl.where(query < BM, turned, 0.0), 0)
-    return carry
+    ratio: tl.constexpr = BM // BN
+    first = tl.maximum(d + ratio - 1, 0) // ratio
+    last = tl.minimum(tl.cdiv(T, BM), tl.maximum(tl.cdiv(S, BN) + d + ratio - 1, 0) // ratio)
+    full = tl.minimum(last, tl.maximum(S // BN + d + ratio - 1, 0) // ratio)
+    if CAUSAL:
+        full = tl.where(d * BN + offset >= BN - 1, full, first)
+    return first, tl.maximum(full, first), last
+
+
+@triton.jit
+def store_lags(
+    base, x, d, sequence, count, least, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Write the sums over pairs of the same lag of x (BM, BN), of diagonal d, to (L, ., count).
+
+    The lags start at d BN - BN. Every BN of them have a row, so that no two tiles write to a place.
+    """
+    r, j = tl.arange(0, BM), tl.arange(0, BN)[None, :]
+    query = r[:, None] + j  # of row r and key j: one lag per row
+    turned = tl.gather(x, query & (BM - 1), 0)
+    base += sequence * (BM // BN + 1) * count + (d * BN - least)
+    tl.store(base + (1 + r // BN) * count + r, tl.sum(tl.where(query < BM, turned, 0.0), 1))
+    before = tl.sum(tl.where(query < BM, 0.0, turned), 1)
+    tl.store(base + (r - BM), before, mask=r >= BM - BN)
 
 
 @triton.jit
@@ -355,18 +414,14 @@ def query_term_gradients(
 
 @triton.jit
 def key_term_gradients(
-    ds, dgate, carry, low, high, m, n, h, sequence,
-    dtable_ptr, dkey_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr,
+    ds, dgate, low, high, m, n, h, sequence, dkey_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr,
     T, S, C, C0, offset,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, SCORE_DECAY: tl.constexpr,
     GATED: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr, EXACT: tl.constexpr,
-    TABLE_LEARNS: tl.constexpr,
 ):  # fmt: skip
-    """Add what a turned tile contributes to the gradients of gates, table and the biases of every
-    key.
+    """Add what a turned tile contributes to the gradients of gates and of the biases of every key.
 
-    Returns: the gradient of scale q . k, that of the keys' gates, the carry, and the sums of two
-    columns.
+    Returns: the gradient of scale q . k, that of the keys' gates, and the sums of two columns.
     """
     low, high = own_gradient(
         dkey_ptr, low, high, ds, n * BN, S, m, n, sequence, C, offset - C0,
@@ -376,23 +431,8 @@ def key_term_gradients(
         dgate -= gate_gradient(
             ds, m, n, sequence, q_gate_ptr, k_gate_ptr, T, S, BM, BN, CAUSAL, EXACT, True
         )
-    carry = add_lags(dtable_ptr, carry, ds, m, BM, BN, TABLE_LEARNS)
     ds = decayed(ds, score_decay_ptr, m, n, h, offset, BM, BN, SCORE_DECAY, CAUSAL, True)
-    return ds, dgate, carry, low, high
-
-
-@triton.jit
-def store_term_gradients(
-    dgate, carry, n, sequence, first, last, dgate_ptr, dtable_ptr, S,
-    BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, TABLE_LEARNS: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of a tile's gates, and the carry of its last query tile, if any."""
-    r = tl.arange(0, BM)
-    at, some = last * BM + r, first + 0 * r < last
-    if GATED:
-        store_vector(dgate_ptr, dgate, sequence, n, S, BN)
-    if TABLE_LEARNS:
-        tl.store(dtable_ptr + at, carry, mask=some)
+    return ds, dgate, low, high
 
 
 @triton.jit

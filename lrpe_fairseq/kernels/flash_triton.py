@@ -18,26 +18,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.kernels import flash, flash_kernels
+from lrpe_fairseq.kernels import flash, flash_kernels, flash_tiles
 from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.loader import launch, on_device
 from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like, straight
 
 WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128  # True: in float32
-MARGIN = 128  # tokens; no tile is longer
+MARGIN = flash_tiles.MARGIN.value
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, warps of a program, and stages of its loop's pipeline.
-
-    split: True if tiles without hidden pairs have a loop of their own, which masks nothing.
-    """
+    """Queries and keys of a tile, warps of a program, and stages of its loop's pipeline."""
 
     queries: int = 64
     keys: int = 64
     warps: int = 4
     stages: int = 2
-    split: bool = True
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
@@ -108,47 +104,31 @@ def flash_attention(
     return _Flash.apply(q, k, v, table, c, d, *own, options)
 
 
-SQUARE, LONG, SMALL, LEAST = (
-    Tile(64, 64, 8, split=False),
-    Tile(64, 32, 8, split=False),
-    Tile(32, 32, 4, split=False),
-    Tile(32, 16, 8, split=False),
-)
 NO_LIMIT = 99
 LARGE_MEMORY = {
-    "output": ((4, Tile(128, 64, 8)), (5, SQUARE), (9, LONG), (NO_LIMIT, SMALL)),
+    "output": ((1, Tile(128, 64)), (8, Tile(128, 64, 8)), (NO_LIMIT, Tile(64, 32))),
     "query_gradient": (
-        (4, Tile(128, 64, 8)),
-        (5, SQUARE),
-        (7, LONG),
-        (12, SMALL),
-        (NO_LIMIT, LEAST),
+        (1, Tile(128, 32)),
+        (6, Tile()),
+        (10, Tile(64, 32)),
+        (NO_LIMIT, Tile(32, 32, 2)),
     ),
-    "key_gradient": ((1, Tile(64, 64, 8)), (3, SQUARE), (7, LONG), (NO_LIMIT, LEAST)),
+    "key_gradient": ((2, Tile()), (5, Tile(32, 64)), (NO_LIMIT, Tile(16, 64))),
+    "lag_gradient": ((8, Tile(128, 64, 8)), (NO_LIMIT, Tile(64, 32))),
 }
 """Tiles of each kernel on GPUs with 227 KiB of shared memory, after the largest load that they
-bear."""
+bear. A warp has 16 rows at least (of queries, or of keys in ``key_gradient``): of fewer rows,
+several warps would compute the same."""
 OTHERS = {
-    "output": ((4, Tile(64, 64, 8)), (5, SQUARE), (7, LONG), (NO_LIMIT, SMALL._replace(warps=8))),
-    "query_gradient": (
-        (2, Tile(64, 32)),
-        (4, Tile(64, 32, split=False)),
-        (5, LONG),
-        (12, SMALL),
-        (NO_LIMIT, LEAST),
-    ),
-    "key_gradient": (
-        (2, Tile(64, 32, split=False)),
-        (3, Tile(64, 32, 8)),
-        (7, LONG),
-        (8, LEAST._replace(stages=1)),
-        (NO_LIMIT, Tile(16, 16, 4, 1, split=False)),
-    ),
+    "output": ((3, Tile(128, 64, 8)), (8, Tile(64, 32)), (NO_LIMIT, Tile(64, 16))),
+    "query_gradient": ((8, Tile(64, 32)), (NO_LIMIT, Tile(32, 16, 2))),
+    "key_gradient": ((2, Tile(32, 64)), (4, Tile(32, 32, 2)), (NO_LIMIT, Tile(16, 32, 2))),
+    "lag_gradient": ((NO_LIMIT, Tile(64, 32)),),
 }
 
 
 def tile_of(name: str, call: "_Call") -> Tile:
-    """Return the tile of a kernel for a call: the largest with which it does not spill registers.
+    """Return the tile of a kernel for a call: a large one with which it spills no registers.
 
     Float32 has one tile for all; wide forms of it spill. ``python -m benchmarks.compiled`` shows
     the figures of half types.
@@ -156,7 +136,7 @@ def tile_of(name: str, call: "_Call") -> Tile:
     major, _ = capability_of(call.given[0].device)
     tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
     if call.given[0].dtype == torch.float32:
-        return Tile(32, 16, stages=1, split=False)
+        return Tile(32, 16, 2, 1)
     load, longest = call.load, max(64, call.queries)
     return next(tile for limit, tile in tiles if load <= limit and tile.queries <= longest)
 
@@ -215,11 +195,20 @@ def _rounded(count: int) -> int:
     return cdiv(count, MARGIN) * MARGIN
 
 
-def _two_floats(sums: Tensor) -> Tensor:
-    """Return float64 sums as pairs of floats, (..., 2), whose sum has a relative error of 2^-48."""
-    exact = sums.detach().double()
-    high = exact.float()
-    return torch.stack([high, (exact - high.double()).float()], -1)
+def _gate_sums(sums: Tensor, exact: bool) -> Tensor:
+    """Return float64 sums of gates (B, H, T) for the kernels: float32, a line for each sequence.
+
+    exact: every sum as two floats, whose sum has a relative error of 2^-48. Otherwise first the
+    sums since the start of their block of MARGIN tokens, then twice the sum at each start.
+    """
+    batch, heads, count = sums.shape
+    sums = F.pad(sums.detach().double(), (0, _rounded(count) - count)).view(-1, MARGIN)
+    first = sums.float() if exact else sums[:, :1].float()
+    rest = (sums - first).float()
+    if exact:
+        return torch.stack([first, rest], -1)
+    rows = rest.view(batch * heads, -1), first.expand(-1, 2).reshape(batch * heads, -1)
+    return torch.cat(rows, 1)
 
 
 class MaskedCall:
@@ -257,10 +246,6 @@ class MaskedCall:
         """Return the tile of a kernel."""
         raise NotImplementedError
 
-    def of_tile(self, tile: Tile) -> dict[str, Any]:
-        """Return the compile-time arguments that depend on the tile, beside its sizes."""
-        return {}
-
     @cached_property
     def _constants(self) -> dict[str, Any]:
         return self.constants()
@@ -285,21 +270,22 @@ class MaskedCall:
         strided: tuple[Tensor, ...],
         numbers: tuple[int, ...] = (),
         batch: int | None = None,
-        **flags: bool,
+        tiles: int | None = None,
     ) -> None:
-        """Launch the kernel of that name for all tiles of queries, or of keys.
+        """Launch the kernel of that name for ``tiles``; None: for all of queries, or of keys.
 
         batch: how many sequences of the batch; None: all.
         """
         tile, options, of_keys = self.tile(name), self.options, name == "key_gradient"
         tokens, size = (self.keys, tile.keys) if of_keys else (self.queries, tile.queries)
+        count = cdiv(tokens, size) if tiles is None else tiles
         masks = (self.padding, *self.segments, self._bounds(tile, of_keys))
         strides = [n for x in strided for n in x.stride()[:3]]
         unit = gcd(16, *strides)
         given = (*pointers, *self.terms, *masks, options.seed)
         launch(
             getattr(self.kernels, f"{name}_kernel"),
-            (cdiv(tokens, size) * (batch or self.batch) * self.heads,),
+            (count * (batch or self.batch) * self.heads,),
             *(self.given[0] if x is None else x for x in given),
             *(n // unit for n in strides),
             *(self.queries, self.keys, self.heads, *self.term_numbers, self.offset),
@@ -310,8 +296,6 @@ class MaskedCall:
             num_warps=tile.warps,
             num_stages=tile.stages,
             **self._constants,
-            **self.of_tile(tile),
-            **flags,
         )
 
     def _bounds(self, tile: Tile, of_keys: bool) -> Tensor | None:
@@ -351,8 +335,9 @@ class _Call(MaskedCall):
         self.lags = 0 if table is None else table.shape[1]
         columns = 0 if table is None else self.table.shape[1]
         self.decays = [None if x is None else x.detach().float() for x in options.decays]
-        of_queries = None if c is None else _two_floats(c)
-        self.gates = of_queries, of_queries if d is c else _two_floats(d)
+        exact = q.dtype == torch.float32
+        of_queries = None if c is None else _gate_sums(c, exact)
+        self.gates = of_queries, of_queries if d is c else _gate_sums(d, exact)
         self.own = [None if x is None else x.detach().contiguous() for x in (by_query, by_key)]
         own_columns = next((x.shape[3] for x in self.own if x is not None), 0)
         self.terms = (self.table, *self.decays, *self.gates, *self.own)
@@ -384,53 +369,49 @@ class _Call(MaskedCall):
         """Return the gradients of q, k, v, table, both sums of gates, and the biases of every query
         and key."""
         q, k, v = self.given
-        delta = torch.empty_like(lse)
+        stats = lse.new_empty(lse.shape[0], _rounded(self.queries), 2)
+        if self.queries < stats.shape[1]:
+            stats[:, self.queries :, 0] = torch.inf
+            stats[:, self.queries :, 1] = 0.0
         gated = self.gates[0] is not None
         own = torch.zeros_like(lse) if gated else None  # remain 0 in causal attention
         dq, dk = (result_like(x, self.width) for x in (q, k))
         dv = result_like(v, self.values)
         of_tokens = [None if x is None else torch.zeros_like(x) for x in self.own]
-        pointers = (q, k, v, out, grad, lse, delta, dq, own, of_tokens[0])
+        pointers = (q, k, v, out, grad, lse, stats, dq, own, of_tokens[0])
         self.launch("query_gradient", pointers, (q, k, v, grad, out, dq))
         of_keys = lse.new_empty(lse.shape[0], self.keys) if gated else None
-        part, numbers = self._part(needed[3])
-        pointers = (q, k, v, grad, lse, delta, dk, dv, of_keys, part, of_tokens[1])
-        flags = {"TABLE_LEARNS": needed[3]}
-        self.launch("key_gradient", pointers, (q, k, v, grad, dk, dv), numbers, **flags)
+        pointers = (q, k, v, grad, stats, dk, dv, of_keys, of_tokens[1])
+        self.launch("key_gradient", pointers, (q, k, v, grad, dk, dv))
+        of_table = self._table_gradient(grad, stats) if needed[3] else None
         gates = (
             x.view(self.batch, self.heads, -1).double() if need else None
             for x, need in zip((own, of_keys), needed[4:6], strict=True)
         )
-        return [dq, dk, dv, self._lag_sums(part, numbers[1]), *gates, *of_tokens]
+        return [dq, dk, dv, of_table, *gates, *of_tokens]
 
-    def _part(self, learns: bool) -> tuple[Tensor | None, tuple[int, int]]:
-        """Return memory for sums by lag (L, N, count) of the table, count, and first lag.
-
-        The lags are without the offset. Each has a sum for every tile of keys.
-        """
-        rows, size, *_ = self.tile("key_gradient")
-        tiles, window = cdiv(self.keys, size), self.options.window
-        least, most = -rows - (tiles - 1) * size, cdiv(self.queries, rows) * rows
+    def _table_gradient(self, grad: Tensor, stats: Tensor) -> Tensor:
+        """Return the gradient (H, R) of a table."""
+        q, k, v = self.given
+        rows, size, *_ = self.tile("lag_gradient")
+        ratio, offset, window = rows // size, self.offset, self.window
+        least, most = 1 - cdiv(self.keys, size), (cdiv(self.queries, rows) - 1) * ratio
         if self.options.causal:
-            least = max(least, -self.offset - 2 * rows)
+            least = max(least, -((offset + rows - 1) // size))
         if window is not None:
-            most = min(most, window + size + rows - self.offset)
-        shape = (self.batch * self.heads, tiles, max(0, most - least))
-        part = self.given[0].new_zeros(shape, dtype=torch.float32) if learns else None
-        return part, (shape[2], least)
-
-    def _lag_sums(self, part: Tensor | None, least: int) -> Tensor | None:
-        """Return the gradient (H, R) of a table from sums by lag (L, N, count)."""
-        if part is None:
-            return None
-        _, tiles, count = part.shape
-        lags = self.lags
-        out = part.new_empty(self.heads, lags)
-        shift = self.options.first_lag - self.offset - least
+            most = min(most, (window - offset + size - 2) // size)
+        diagonals, lags = max(1, most - least + 1), self.lags
+        shape = (self.batch * self.heads, ratio + 1, (diagonals + ratio) * size)
+        part, out = stats.new_zeros(shape), stats.new_empty(self.heads, lags)
+        least = (least - 1) * size  # of the lags of part
+        numbers = (diagonals, least)
+        pointers = (q, k, v, grad, stats, part)
+        self.launch("lag_gradient", pointers, (q, k, v, grad), numbers, tiles=diagonals)
+        shift = self.options.first_lag - offset - least
         launch(
             flash_kernels.lag_sums_kernel,
             (self.heads * cdiv(lags, 64),),
-            *(part, out, self.batch, self.heads, tiles, count, lags, shift),
+            *(part, out, self.batch, self.heads, *shape[1:], lags, shift),
             ROWS=64,
             SIZE=64,
         )
@@ -443,21 +424,16 @@ class _Call(MaskedCall):
     @cached_property
     def load(self) -> int:
         """What needs registers: terms of the scores, and width."""
-        given = (self.table, self.decays[1], self.threshold or None)
-        light = (self.decays[0], self.gates[0])
-        two, one, own = (sum(x is not None for x in some) for some in (given, light, self.own))
-        terms = 2 * two + one + 3 * own
+        table, own = (sum(x is not None for x in some) for some in (self.terms[:1], self.own))
+        decay, score_decay = (x is not None for x in self.decays)
+        gates = 0 if self.gates[0] is None else 1 if self.options.causal else 4
+        terms = 2 * table + decay + 2 * score_decay + gates + 3 * (self.threshold > 0) + 3 * own
         width = power_of_two(self.width) + power_of_two(self.values)
-        return max(5 * (own > 0), terms + 3 * (width > 128) + 3 * (width > 256))
-
-    def of_tile(self, tile: Tile) -> dict[str, Any]:
-        """Return whether tiles without hidden pairs are split off."""
-        found = self._constants
-        masked = found["WINDOWED"] or found["PADDED"] or found["SEGMENTS"]
-        return {"SPLIT": tile.split and not masked}
+        wide = 4 * (width > 128) + 2 * (width > 192) + 4 * (width > 256)
+        return max(7 * (own > 0), terms + wide)
 
     def constants(self) -> dict[str, Any]:
-        """Return the compile-time arguments of all three kernels, without tiles and strides."""
+        """Return the compile-time arguments of all kernels, without tiles and strides."""
         return super().constants() | {
             "CAUSAL": self.options.causal,
             "PLAIN": all(x is None for x in self.terms),

@@ -21,16 +21,15 @@ import triton.language as tl
 from lrpe_fairseq.kernels.flash_tiles import (
     LOG2E,
     dot,
+    hidden,
     kept,
     key_tiles,
     load_rows,
     load_vector,
-    pairs,
     place,
     query_tiles,
     store_rows,
     store_vector,
-    visible,
 )
 
 STRIDES = ["qb", "qh", "qt", "kb", "kh", "kt", "vb", "vh", "vt", "gb", "gh", "gt"]
@@ -55,7 +54,7 @@ def output_kernel(
     m, b, h, sequence = place(T, BM, H)
     q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
     out, rest = tl.zeros((BM, EP), tl.float32), nothing_left(m, T, BM)
-    first, _, n = key_tiles(
+    first, full, n = key_tiles(
         m, b, bounds_ptr, T, S, offset, window, BM, BN, True, WINDOWED, PADDED or SEGMENTS
     )
     while (n > first) & (tl.min(rest) < END):
@@ -64,7 +63,7 @@ def output_kernel(
         v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
         share, w = broken(
             dot(q, tl.trans(k)), m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset,
-            window, scale, BM, BN, WINDOWED, PADDED, SEGMENTS,
+            window, scale, n >= full, BM, BN, WINDOWED, PADDED, SEGMENTS,
         )  # fmt: skip
         weight = tl.exp2(share - nearer(w, BN) - rest[:, None])
         if DROPS:
@@ -87,7 +86,7 @@ def rest_kernel(
     b += start
     q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
     rest = nothing_left(m, T, BM)
-    first, _, n = key_tiles(
+    first, full, n = key_tiles(
         m, b, bounds_ptr, T, S, offset, window, BM, BN, True, WINDOWED, PADDED or SEGMENTS
     )
     reach_ptr += (line * tl.cdiv(T, BM) + m) * 2
@@ -98,7 +97,7 @@ def rest_kernel(
         k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
         _share, w = broken(
             dot(q, tl.trans(k)), m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset,
-            window, scale, BM, BN, WINDOWED, PADDED, SEGMENTS,
+            window, scale, n >= full, BM, BN, WINDOWED, PADDED, SEGMENTS,
         )  # fmt: skip
         rest += tl.sum(w, 1)
     tl.store(reach_ptr, n)
@@ -120,6 +119,9 @@ def query_gradient_kernel(
     q = load_rows(q_ptr + (b * qb + h * qh) * UNIT, m * BM, qt * UNIT, T, D, BM, DP)
     grad = load_rows(grad_ptr + (b * gb + h * gh) * UNIT, m * BM, gt * UNIT, T, E, BM, EP)
     dq, past = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
+    _first, full, _last = key_tiles(
+        m, b, bounds_ptr, T, S, offset, window, BM, BN, True, WINDOWED, PADDED or SEGMENTS
+    )
     reach_ptr += (line * tl.cdiv(T, BM) + m) * 2
     for n in range(tl.load(reach_ptr), tl.load(reach_ptr + 1)):
         k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
@@ -130,7 +132,8 @@ def query_gradient_kernel(
         _weight, a, dz = tile_gradient(
             dot(q, tl.trans(k)), dot(grad, tl.trans(v)), rest, past, m, n, b, b * H + h,
             padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, offset, window, threshold,
-            scale, inverse, BM, BN, k.dtype == tl.float32, WINDOWED, PADDED, SEGMENTS, DROPS,
+            scale, inverse, n >= full, BM, BN, k.dtype == tl.float32, WINDOWED, PADDED, SEGMENTS,
+            DROPS,
         )  # fmt: skip
         past += tl.sum(a, 1)
         dq += dot(dz.to(k.dtype), k)
@@ -153,7 +156,7 @@ def key_gradient_kernel(
     k = load_rows(k_ptr + (b * kb + h * kh) * UNIT, n * BN, kt * UNIT, S, D, BN, DP)
     v = load_rows(v_ptr + (b * vb + h * vh) * UNIT, n * BN, vt * UNIT, S, E, BN, EP)
     dk, dv = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, EP), tl.float32)
-    first, _, last = query_tiles(
+    first, full, last = query_tiles(
         n, b, bounds_ptr, T, S, offset, window, BM, BN, True, WINDOWED, PADDED or SEGMENTS
     )
     at = line * tl.cdiv(S, BN) + n
@@ -166,7 +169,7 @@ def key_gradient_kernel(
                 dot(q, tl.trans(k)), dot(grad, tl.trans(v)),
                 load_vector(rest_ptr, at, m, T, END, BM), load_vector(past_ptr, at, m, T, 0.0, BM),
                 m, n, b, b * H + h, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S,
-                offset, window, threshold, scale, inverse, BM, BN, k.dtype == tl.float32,
+                offset, window, threshold, scale, inverse, m < full, BM, BN, k.dtype == tl.float32,
                 WINDOWED, PADDED, SEGMENTS, DROPS,
             )  # fmt: skip
             dv += dot(tl.trans(weight.to(grad.dtype)), grad)
@@ -186,17 +189,15 @@ def nothing_left(m, T, BM: tl.constexpr):
 
 @triton.jit
 def broken(
-    product, m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window, scale,
+    product, m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window, scale, edge,
     BM: tl.constexpr, BN: tl.constexpr, WINDOWED: tl.constexpr, PADDED: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Return log2 b and w of a tile (BM, BN) from its products q . k; -inf and 0 where hidden."""
-    i, j = pairs(m, n, BM, BN, False)
-    ok = visible(
-        i, j, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window,
-        True, WINDOWED, PADDED, SEGMENTS,
+    z = hidden(
+        product * (scale * LOG2E), m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset,
+        window, edge, BM, BN, True, WINDOWED, PADDED, SEGMENTS, False,
     )  # fmt: skip
-    z = tl.where(ok, product * (scale * LOG2E), float("-inf"))
     small = log2_of_one_and(tl.exp2(-tl.abs(z)))
     return tl.minimum(z, 0.0) - small, tl.minimum(tl.maximum(z, 0.0) + small, MOST)
 
@@ -241,7 +242,7 @@ def farther(a, BN: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit
 def tile_gradient(
     product, da, rest, past, m, n, b, sequence, padding_ptr, q_segment_ptr, k_segment_ptr,
-    seed_ptr, T, S, offset, window, threshold, scale, inverse,
+    seed_ptr, T, S, offset, window, threshold, scale, inverse, edge,
     BM: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr, WINDOWED: tl.constexpr,
     PADDED: tl.constexpr, SEGMENTS: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +252,7 @@ def tile_gradient(
     """
     share, w = broken(
         product, m, n, b, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, offset, window, scale,
-        BM, BN, WINDOWED, PADDED, SEGMENTS,
+        edge, BM, BN, WINDOWED, PADDED, SEGMENTS,
     )  # fmt: skip
     weight = tl.exp2(share - nearer(w, BN) - rest[:, None])
     if DROPS:

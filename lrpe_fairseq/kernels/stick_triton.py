@@ -80,10 +80,11 @@ def tile_of(call: "_Call") -> Tile:
     extra = call.threshold or any(mask is not None for mask in masks)
     if call.given[0].dtype == torch.float32:
         return Tile(32, 16, stages=1)
-    if max(call.width, call.values) > 64:
-        return Tile(32, 32, 8)
-    if major in (9, 10) and call.queries > 64:
+    wide = max(call.width, call.values) > 64
+    if major in (9, 10) and call.queries > 64 and not (wide and extra):
         return Tile(128, 32, 8)
+    if wide:
+        return Tile(32, 32, 8)
     return Tile(32, 32, 8 if major == 12 else 4) if extra else Tile(64, 32)
 
 

@@ -22,23 +22,13 @@ pytestmark = pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_prob
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3}
 QUICK = {
-    (torch.float32, "table, full"),
-    (torch.float32, "gates, full"),
-    (torch.float32, "all, after a cache"),
-    (torch.float32, "queries without keys"),
-    (torch.float32, "one token"),
-    (torch.float32, "by query"),
-    (torch.float32, "by query and key, after a cache"),
-    (torch.float32, "decays, full"),
-    (torch.float16, "by query and key, clipped, full"),
-    (torch.float16, "decay"),
-    (torch.float16, "table of a text longer than a tile"),
-    (torch.float16, "documents"),
-    (torch.float16, "all, full"),
-    (torch.float16, "one query"),
-}
+    torch.float32: ("table, full", "gates, full", "all, after a cache", "queries without keys",
+                    "one token", "by query", "by query and key, after a cache", "decays, full"),
+    torch.float16: ("by query and key, clipped, full", "decay", "gates", "documents",
+                    "table of a text longer than a tile", "all, full", "one query"),
+}  # fmt: skip
 ALL = [
-    pytest.param(dtype, case, marks=[] if (dtype, case) in QUICK else pytest.mark.exhaustive)
+    pytest.param(dtype, case, marks=[] if case in QUICK[dtype] else pytest.mark.exhaustive)
     for dtype in BOUNDS
     for case in CASES
 ]
@@ -72,13 +62,22 @@ def test_the_kernels_equal_the_definition_in_outputs_and_gradients(dtype, case):
     assert all(found[name].dtype == x.dtype for name, x in tensors.items())
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 16), Tile(128, 64, split=False)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(16, 16), Tile(128, 64)], ids=str)
 def test_results_do_not_depend_on_the_tiles(tile, monkeypatch):
     """Nor does the mask of dropout."""
     tensors, options = inputs(T=50, device=DEVICE, B=1, H=1, table=True, gates=True, dropout=0.5)
     wanted = exact(tensors, options)
     monkeypatch.setattr(flash_triton, "tile_of", lambda *_: tile)
     assert_near(results(flash_attention, tensors, options), wanted, BOUNDS[torch.float32])
+
+
+@pytest.mark.parametrize("tiles", [flash_triton.LARGE_MEMORY, flash_triton.OTHERS])
+def test_no_two_warps_compute_the_same_rows_of_a_tile(tiles):
+    """Tensor cores have 16 rows a warp. Lags of a diagonal need as many queries as keys."""
+    for name, sizes in tiles.items():
+        for _, (queries, keys, warps, _) in sizes:
+            assert 16 * warps <= (keys if name == "key_gradient" else queries)
+            assert queries >= keys or name != "lag_gradient"
 
 
 def test_two_runs_give_equal_bits():
@@ -192,5 +191,5 @@ def test_sequences_are_on_the_first_axis_of_every_grid(monkeypatch):
     monkeypatch.setattr(flash_triton, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
     tensors, options = inputs(T=1, B=40_000, device="cpu", table=True, padding=True)
     results(flash_attention, tensors, options)
-    assert len(grids) == 6  # three kernels, bounds of queries and of keys, and the sums by lag
+    assert len(grids) == 7  # four kernels, bounds of queries and of keys, and the sums by lag
     assert all(len(grid) == 1 for grid in grids)
