@@ -99,6 +99,9 @@ def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
             options |= terms[term]
         run = partial(_run, flash_triton.flash_attention, dtype, *widths, options)
         yield f"{name}, {widths[0]}/{widths[1]}", run
+    options = {"causal": True, **terms["table"], **terms["gates"]}
+    run = partial(_run, flash_triton.flash_attention, torch.float32, 64, 64, options)
+    yield "table gates, float32", run
 
 
 def stick_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -250,14 +253,13 @@ FAMILIES = {
 def may_spill(row: dict[str, Any]) -> int:
     """Return the bytes that a kernel may spill; 255 registers are 1,020.
 
-    None, but 1,536 in softmax attention with keys of 256, 512 with biases of every query and key,
-    and in linear attention 1,280 of the chunked form, and some with states of 4,096 numbers in
-    registers.
+    None, but in softmax attention 1,536 with keys of 256, 512 with biases of every query and key
+    and in float32; in linear attention 1,280 of the chunked form, and some with states of
+    4,096 numbers in registers.
     """
-    if row["family"] == "flash" and row["case"].endswith("256/128"):
-        return 1536
     if row["family"] != "linear":
-        return 512 if "clipped-query clipped-key" in row["case"] else 0
+        some = {"256/128": 1536, "clipped-query clipped-key": 512, "float32": 512}
+        return max((limit for part, limit in some.items() if part in row["case"]), default=0)
     large, usual = row["capability"] == 90, row["case"].endswith("64/64")
     if not usual and not (large and row["case"].endswith("128/64")):
         return 1280

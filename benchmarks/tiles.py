@@ -22,9 +22,9 @@ from benchmarks.timing import contest
 SWEEP, FLASH = "lrpe_fairseq.kernels.sweep_triton", "lrpe_fairseq.kernels.flash_triton"
 SWEEPS = ((32, 4, 3), (32, 4, 2), (32, 4, 1), (32, 8, 3), (16, 4, 3))
 """Tokens, warps and stages of a tile. 64 tokens can fail: see ``sweep_triton.tile_of``."""
-SQUARES = ((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2),
-           (128, 32, 4, 2))  # fmt: skip
-"""Queries, keys, warps and stages of a tile. 16 rows a warp, or parts are computed twice."""
+FLASH_TILES = ((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2),
+               (128, 32, 4, 2))  # fmt: skip
+"""Queries, keys, warps and stages of a tile."""
 SWEPT, FLASHES = ("forward", "query", "key"), ("output", "query_gradient", "key_gradient")
 FORMS = (
     ("linear", SWEEP, SWEPT),
@@ -51,8 +51,10 @@ class Candidate(NamedTuple):
 def candidates() -> Iterator[Candidate]:
     """Return all candidates, most important first."""
     for form, module, kernels in FORMS:
-        for kernel, tile in product(kernels, SWEEPS if module == SWEEP else SQUARES):
-            yield Candidate(form, module, kernel, tile)
+        for kernel, tile in product(kernels, SWEEPS if module == SWEEP else FLASH_TILES):
+            rows = tile[kernel == "key_gradient"]
+            if module == SWEEP or 16 * tile[2] <= rows:  # else warps compute the same rows
+                yield Candidate(form, module, kernel, tile)
 
 
 @contextmanager

@@ -204,7 +204,11 @@ def log_decay(
     x, query_rest = sums_of(q_gate_ptr, i, m * BM, sequence, T, EXACT)
     y, key_rest = sums_of(k_gate_ptr, j, n * BN, sequence, S, EXACT)
     rest = query_rest - key_rest
-    return (x - y) + rest if EXACT else (x + rest) - y
+    if EXACT:
+        difference = (x - y) + rest
+    else:
+        difference = (x + rest) - y
+    return difference
 
 
 @triton.jit
@@ -216,9 +220,12 @@ def sums_of(base, t, first, sequence, count, EXACT: tl.constexpr):
     blocks = tl.cdiv(count, MARGIN)
     if EXACT:
         base += (sequence * (blocks * MARGIN) + first) * 2
-        return tl.load(base + 2 * t), tl.load(base + 2 * t + 1)
-    base += sequence * (blocks * (MARGIN + 2))
-    return tl.load(base + first + t), tl.load(base + blocks * MARGIN + 2 * (first // MARGIN))
+        found, rest = tl.load(base + 2 * t), tl.load(base + 2 * t + 1)
+    else:
+        base += sequence * (blocks * (MARGIN + 2))
+        found = tl.load(base + first + t)
+        rest = tl.load(base + blocks * MARGIN + 2 * (first // MARGIN))
+    return found, rest
 
 
 @triton.jit

@@ -125,20 +125,20 @@ OTHERS = {
     "key_gradient": ((2, Tile(32, 64)), (4, Tile(32, 32, 2)), (NO_LIMIT, Tile(16, 32, 2))),
     "lag_gradient": ((NO_LIMIT, Tile(64, 32)),),
 }
+FLOAT32 = {name: ((NO_LIMIT, Tile(32, 16, 2, 1)),) for name in OTHERS}
+FLOAT32["key_gradient"] = ((NO_LIMIT, Tile(16, 32, 2, 1)),)
 
 
 def tile_of(name: str, call: "_Call") -> Tile:
     """Return the tile of a kernel for a call: a large one with which it spills no registers.
 
-    Float32 has one tile for all; wide forms of it spill. ``python -m benchmarks.compiled`` shows
-    the figures of half types.
+    Forms of float32 spill. ``python -m benchmarks.compiled`` shows the figures.
     """
     major, _ = capability_of(call.given[0].device)
-    tiles = (LARGE_MEMORY if major in (9, 10) else OTHERS)[name]
-    if call.given[0].dtype == torch.float32:
-        return Tile(32, 16, 2, 1)
+    tiles = LARGE_MEMORY if major in (9, 10) else OTHERS
+    tiles = FLOAT32 if call.given[0].dtype == torch.float32 else tiles
     load, longest = call.load, max(64, call.queries)
-    return next(tile for limit, tile in tiles if load <= limit and tile.queries <= longest)
+    return next(tile for limit, tile in tiles[name] if load <= limit and tile.queries <= longest)
 
 
 @lru_cache
@@ -424,10 +424,10 @@ class _Call(MaskedCall):
     @cached_property
     def load(self) -> int:
         """What needs registers: terms of the scores, and width."""
-        table, own = (sum(x is not None for x in some) for some in (self.terms[:1], self.own))
-        decay, score_decay = (x is not None for x in self.decays)
+        table, *decays = (x is not None for x in (self.table, *self.decays))
+        own = sum(x is not None for x in self.own)
         gates = 0 if self.gates[0] is None else 1 if self.options.causal else 4
-        terms = 2 * table + decay + 2 * score_decay + gates + 3 * (self.threshold > 0) + 3 * own
+        terms = 2 * table + decays[0] + 2 * decays[1] + gates + 3 * (self.threshold > 0) + 3 * own
         width = power_of_two(self.width) + power_of_two(self.values)
         wide = 4 * (width > 128) + 2 * (width > 192) + 4 * (width > 256)
         return max(7 * (own > 0), terms + wide)

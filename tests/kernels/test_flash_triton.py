@@ -71,10 +71,10 @@ def test_results_do_not_depend_on_the_tiles(tile, monkeypatch):
     assert_near(results(flash_attention, tensors, options), wanted, BOUNDS[torch.float32])
 
 
-@pytest.mark.parametrize("tiles", [flash_triton.LARGE_MEMORY, flash_triton.OTHERS])
-def test_no_two_warps_compute_the_same_rows_of_a_tile(tiles):
+def test_no_two_warps_compute_the_same_rows_of_a_tile():
     """Tensor cores have 16 rows a warp. Lags of a diagonal need as many queries as keys."""
-    for name, sizes in tiles.items():
+    tables = flash_triton.LARGE_MEMORY, flash_triton.OTHERS, flash_triton.FLOAT32
+    for name, sizes in (pair for tiles in tables for pair in tiles.items()):
         for _, (queries, keys, warps, _) in sizes:
             assert 16 * warps <= (keys if name == "key_gradient" else queries)
             assert queries >= keys or name != "lag_gradient"
