@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lrpe_fairseq.kernels import causal
 from lrpe_fairseq.kernels.causal import chunks_of, decay_matrix, present
-from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
+from lrpe_fairseq.kernels.dispatch import exact, gradients_of, is_plain
 
 SCAN = 64
 """Number of chunks whose running sums of keys are computed by one SCAN x SCAN product."""
@@ -119,7 +119,7 @@ class _CausalSums(torch.autograd.Function):
         grad, g = grad.flatten(0, 1), None if g is None else g.flatten(0, 1)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         after = _zero_total(states), _zero_total(keys)
-        with torch.autocast(q.device.type, enabled=False):
+        with exact(q):
             for piece in reversed(ctx.pieces):
                 grad_here, g_here = piece.of(grad, g)
                 if wanted == "normalized":

@@ -23,6 +23,7 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
+from lrpe_fairseq.encodings.base import stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 
@@ -204,7 +205,7 @@ class CrossAttention(ProjectedAttention):
             masked = {"key_padding_mask": source.padding, **options}
             past = summed_memory(k, v, content=content, **masked)
         else:
-            q = self._queries(x)
+            q = self._queries(*stored(x))
             encoded, _ = self._features(q, q, at, at)
         content = feature_map(q) if with_content else None
         options |= {"content": content, "dtype": self._result_type(q)}
@@ -222,7 +223,7 @@ class CrossAttention(ProjectedAttention):
         if past is None:
             q, k, v = self._encoded(x, queries, memory, source)
             return q, EncodedMemory(k, v, source.positions, source.numbers, source.padding)
-        q = self._queries(x)
+        q = self._queries(*stored(x))
         if not self.encoding.decomposable:
             return q, past
         # keys at the same positions are encoded with the queries and dropped

@@ -22,7 +22,7 @@ from lrpe_fairseq.attention.transport import carried_sums, reflected, score_bloc
 from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
-from lrpe_fairseq.kernels.dispatch import outside_graphs
+from lrpe_fairseq.kernels.dispatch import exact, outside_graphs
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
@@ -54,13 +54,11 @@ def _without_autocast(function: Callable) -> Callable:
     """Disable autocast in ``function``, because it would round the sums."""
 
     @wraps(function)
-    def exact(q: Tensor, *args: Any, **options: Any) -> Any:
-        if not torch.is_autocast_enabled(q.device.type):
-            return function(q, *args, **options)
-        with torch.autocast(q.device.type, enabled=False):
+    def call(q: Tensor, *args: Any, **options: Any) -> Any:
+        with exact(q):
             return function(q, *args, **options)
 
-    return exact
+    return call
 
 
 @_without_autocast

@@ -16,7 +16,7 @@ from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.base import OnePass, Planes, as_stored
+from lrpe_fairseq.encodings.base import OnePass, Planes, as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs
@@ -153,6 +153,12 @@ class ProjectedAttention(nn.Module):
         """(B, T, C) -> (B, H, T, D)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
+    def _mapped(self, function: Callable[[Tensor], Tensor], x: Tensor, time_first: bool) -> Tensor:
+        """Return the heads (B, H, T, D) of a function of the last axis of :func:`stored` x."""
+        y = function(x)
+        y = y.view(*y.shape[:2], self.num_heads, self.head_dim)
+        return y.permute(1, 2, 0, 3) if time_first else y.transpose(1, 2)
+
     def _project(
         self, x: Tensor, memory: Tensor | None = None, tokens: Tokens | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,17 +166,19 @@ class ProjectedAttention(nn.Module):
 
         They are shifted and normalized where parts say so. tokens: of x, for a shift.
         """
-        memory, q = x if memory is None else memory, self._queries(x)
-        k, v = as_stored(self.k_proj, memory), as_stored(self.v_proj, memory)
-        if self.kv_shift is not None:
-            kv = torch.cat([k, v], -1)
-            k, v = self.kv_shift.shifted(x, kv, tokens or tokens_of(x)).chunk(2, -1)
-        k = self._heads(k)
-        return q, k if self.k_norm is None else self.k_norm(k), self._heads(v)
+        own = stored(x)
+        q, source = self._queries(*own), own if memory is None else stored(memory)
+        if self.kv_shift is None:
+            k, v = self._mapped(self.k_proj, *source), self._mapped(self.v_proj, *source)
+        else:
+            kv = torch.cat([as_stored(self.k_proj, x), as_stored(self.v_proj, x)], -1)
+            kv = self.kv_shift.shifted(x, kv, tokens or tokens_of(x))
+            k, v = map(self._heads, kv.chunk(2, -1))
+        return q, k if self.k_norm is None else self.k_norm(k), v
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """Return q (B, H, T, D) of x (B, T, C), normalized if a part says so."""
-        q = self._heads(as_stored(self.q_proj, x))
+    def _queries(self, x: Tensor, time_first: bool) -> Tensor:
+        """Return q (B, H, T, D) of :func:`stored` x, normalized if a part says so."""
+        q = self._mapped(self.q_proj, x, time_first)
         return q if self.q_norm is None else self.q_norm(q)
 
     def _folds(self, x: Tensor) -> bool:
@@ -191,9 +199,9 @@ class ProjectedAttention(nn.Module):
         bias = projection.bias
         bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
         bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
-        planes = zip(*map(p, (weight, bias)), strict=True)
+        planes, x = zip(*map(p, (weight, bias)), strict=True), stored(x)
         maps = ((w.mT.flatten(0, 1), b.flatten()) for w, b in planes)
-        return tuple(self._heads(as_stored(lambda x, m=m: F.linear(x, *m), x)) for m in maps)
+        return tuple(self._mapped(lambda x, m=m: F.linear(x, *m), *x) for m in maps)
 
     def _encoded(
         self, x: Tensor, queries: Tokens, memory: Tensor | None = None, keys: Tokens | None = None
@@ -216,7 +224,7 @@ class ProjectedAttention(nn.Module):
             return *self.encoding.in_parts(q, k, *at), v
         pairs = (self.q_proj, x), (self.k_proj, source)
         q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
-        return q, k, self._heads(as_stored(self.v_proj, source))
+        return q, k, self._mapped(self.v_proj, *stored(source))
 
     def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
         """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
@@ -225,8 +233,8 @@ class ProjectedAttention(nn.Module):
         """
         if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
             return None
-        q = self._heads(x)
-        k = q if source is x else self._heads(source)
+        q = x.narrow(-1, 0, self.head_dim)  # one head, (B, T, D): cheaper than all
+        k = q if source is x else source.narrow(-1, 0, self.head_dim)
         return self.encoding.one_pass(q, k, at_q, at_k, phi=False)
 
     # --- the feature map -----------------------------------------------------------------------
@@ -270,17 +278,21 @@ class ProjectedAttention(nn.Module):
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, T, C) in the dtype of x, the input of the layer (B, T, C)."""
         out = out if self.out_norm is None else self.out_norm(out)
-        out = self._normalized(out.transpose(1, 2).flatten(2))
-        out = out if self.out_gate is None else out * self.out_gate(x)
-        return as_stored(self.out_proj, out.to(x.dtype))
+        time_first = out.stride(2) > out.stride(0)
+        axes = (2, 0, 1, 3) if time_first else (0, 2, 1, 3)
+        y = self._normalized(out.permute(axes).flatten(2))  # as it is stored
+        if self.out_gate is not None:
+            gate = self.out_gate(x)
+            y = y * (gate.transpose(0, 1) if time_first else gate)
+        y = self.out_proj(y.to(x.dtype))
+        return y.transpose(0, 1) if time_first else y
 
-    def _normalized(self, out: Tensor) -> Tensor:
+    def _normalized(self, y: Tensor) -> Tensor:
         """Apply the optional LayerNorm over all heads (TMLR), to float32 sums in float16."""
         if self.norm is None:
-            return out
-        weight, bias = (p.to(out.dtype) for p in (self.norm.weight, self.norm.bias))
-        shape, eps = self.norm.normalized_shape, self.norm.eps
-        return as_stored(lambda x: F.layer_norm(x, shape, weight, bias, eps), out)
+            return y
+        weight, bias = (p.to(y.dtype) for p in (self.norm.weight, self.norm.bias))
+        return F.layer_norm(y, self.norm.normalized_shape, weight, bias, self.norm.eps)
 
 
 def feature_map(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from lrpe_fairseq.attention.transport import carried, score_blocks
 from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Transport, masked_softmax
 from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
+from lrpe_fairseq.kernels.dispatch import exact, is_plain, is_transformed
 from lrpe_fairseq.kernels.flash import NoSecondDerivative
 
 BLOCK = 2**24
@@ -131,7 +131,7 @@ def encoded_weights(
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
     lags = lags_between(queries, keys)
-    with torch.autocast(queries.positions.device.type, enabled=False):  # it would round the form
+    with exact(queries.positions):  # it would round the form
         form = encoding.form(lags, queries.positions)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
 
@@ -167,7 +167,7 @@ def _carried(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, cal
     the start of every chunk of keys before it.
     """
     window = keys.window if counts_slots(queries, keys) else None
-    with torch.autocast(q.device.type, enabled=False):
+    with exact(q):
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(wide), k.to(wide)
         blocks = list(score_blocks(q, k, queries.transport, BLOCK, window))
@@ -310,7 +310,7 @@ def _by_token(
         max(first, 0) if call.causal else first,
         last if window is None else min(last, window - 1),
     )
-    with torch.autocast(q.device.type, enabled=False):
+    with exact(q):
         found = call.form.by_token(q, k, lags)._asdict()
     return found.pop("q"), found
 
@@ -348,9 +348,9 @@ def _terms(q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, call: Call) -> T
 
     It runs without autocast, which would round what encodings compute in float32.
     """
-    form, exact = call.form, partial(torch.autocast, q.device.type, enabled=False)
+    form = call.form
     at, given = (queries.positions, keys.positions), (q * call.scale, k)
-    with exact():
+    with exact(q):
         bias = _bias(call, queries, keys, q.dtype)
         factor = _factor(form, queries, keys, call.causal, q.dtype)
         if form.bias is not None and factor is None:
@@ -361,7 +361,7 @@ def _terms(q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, call: Call) -> T
 
     def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
         scores = scores if factor is None else scores * factor
-        with exact():
+        with exact(q):
             own = form.rescore
             scores = scores if own is None else own(scores, *given, *at, visible)
         return scores if bias is None else scores + bias

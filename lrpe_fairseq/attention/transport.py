@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.kernels.causal import chunks_of, cut, decay_in_chunk
+from lrpe_fairseq.kernels.dispatch import exact
 
 CHUNK = 32
 """Longest chunk in tokens. On a CPU linear attention takes 0.6 to 0.75 of the time of 64."""
@@ -121,7 +122,7 @@ def carried(k: Tensor, transport: Transport) -> Tensor:
 
     Features of k beyond those of w are not changed.
     """
-    with torch.autocast(k.device.type, enabled=False):
+    with exact(k):
         return _carried(k, transport)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.options import EncodingSpec, query_scale
 from lrpe_fairseq.encodings.positions import Lags
+from lrpe_fairseq.kernels.dispatch import exact
 
 Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
@@ -166,10 +167,16 @@ def as_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     PyTorch's functions would copy x, and in each backward pass its gradient, once per call.
     """
-    stored = x.transpose(0, 1)
-    if x.is_contiguous() or not stored.is_contiguous():
-        return function(x)
-    return function(stored).transpose(0, 1)
+    x, time_first = stored(x)
+    return function(x).transpose(0, 1) if time_first else function(x)
+
+
+def stored(x: Tensor) -> tuple[Tensor, bool]:
+    """Return (T, B, .) and True if x (B, T, .) is stored so, else x and False."""
+    if x.is_contiguous():
+        return x, False
+    swapped = x.transpose(0, 1)
+    return (swapped, True) if swapped.is_contiguous() else (x, False)
 
 
 def drawn(generator: torch.Generator, *shape: int) -> nn.Parameter:
@@ -343,7 +350,7 @@ class Encoding(Float32Module):
         """
         if self.reflections is None:
             return None, {}
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
             given = w, w, positions, positions
             encode = self.one_pass(*given, phi=False)

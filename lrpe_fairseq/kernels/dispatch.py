@@ -6,6 +6,7 @@ torch.compile, torch.func, fake tensors and tracing.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -30,6 +31,17 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def exact(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context without autocast, which would round sums and what is float32.
+
+    It costs no time where autocast is off.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -79,6 +79,8 @@ class _Encoded(torch.autograd.Function):
         twice = 2 if form.wide else 1
         out = [result_like(q, x.shape[3] * twice, time=x.shape[2]) for x in (q, k)]
         ctx.shapes, ctx.grid, ctx.form = (q.shape, k.shape), grid, form
+        ctx.rows = min(32, max(1, ELEMENTS // (twice * q.shape[3])))  # of a program; a power of two
+        ctx.programs = sum(len(x) * cdiv(x.shape[2], ctx.rows) for x in (q, k))
         given = v, theta, column, at_q, at_k
         _launch(_encode, ctx, (q, k), given, out)
         reads_x = form.phi or any(ctx.needs_input_grad[2:7])
@@ -95,7 +97,7 @@ class _Encoded(torch.autograd.Function):
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
         learned = (theta if turns else None, column if turns else None, v if of_v else None)
         sizes = [0 if x is None else x.numel() for x in learned]
-        sums = grads[0].new_empty(_programs(ctx), sum(sizes), dtype=torch.float32)
+        sums = grads[0].new_empty(ctx.programs, sum(sizes), dtype=torch.float32)
         phased = any(ctx.needs_input_grad[5:7])
         turned = [x.new_empty(x.shape, dtype=torch.float32) if phased else None for x in at]
         flags = {"READS_X": q is not None, "ANGLES_LEARN": turns or phased, "UNIT_LEARNS": of_v}
@@ -122,18 +124,6 @@ def _gradients_as_graph(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         return defined.both(q, k, v, by, (at_q, at_k), ctx.form)
 
     return gradients_of(definition, (q, k, *others), ctx.needs_input_grad[:7], grads)
-
-
-def _rows(ctx) -> int:
-    """Return the number of positions per program, a power of two."""
-    features = ctx.shapes[0][3] * (2 if ctx.form.wide else 1)
-    return min(32, max(1, ELEMENTS // features))
-
-
-def _programs(ctx) -> int:
-    """Return the number of programs for q and k."""
-    rows = _rows(ctx)
-    return sum(batch * cdiv(time, rows) for batch, _, time, _ in ctx.shapes)
 
 
 def _placed(at: Tensor) -> tuple[Tensor, list[int]]:
@@ -170,14 +160,14 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
     apart = results[0].stride(2) // (heads * results[0].shape[3])
     launch(
         kernel,
-        (_programs(ctx),),
-        *(rows[0] if x is None else x for x in (*rows, at_q, at_k, v, theta, column, *results)),
+        (ctx.programs,),
+        *[rows[0] if x is None else x for x in (*rows, at_q, at_k, v, theta, column, *results)],
         *(batch, heads, queries, keys, ctx.grid, *q_steps, *k_steps),
-        *(n // unit for n in strides),
+        *[n // unit for n in strides],
         apart,
         D=width,
         E=pairs,
-        BT=_rows(ctx),
+        BT=ctx.rows,
         UNIT=unit,
         REFLECTS=v is not None,
         HALVES=ctx.form.halves,

@@ -135,9 +135,13 @@ def tile_of(name: str, call: "_Call") -> Tile:
     Forms of float32 spill. ``python -m benchmarks.compiled`` shows the figures.
     """
     major, _ = capability_of(call.given[0].device)
-    tiles = LARGE_MEMORY if major in (9, 10) else OTHERS
-    tiles = FLOAT32 if call.given[0].dtype == torch.float32 else tiles
-    load, longest = call.load, max(64, call.queries)
+    wide = call.given[0].dtype == torch.float32
+    return _tile_of(name, major, wide, call.load, max(64, call.queries))
+
+
+@lru_cache
+def _tile_of(name: str, major: int, wide: bool, load: int, longest: int) -> Tile:
+    tiles = FLOAT32 if wide else LARGE_MEMORY if major in (9, 10) else OTHERS
     return next(tile for limit, tile in tiles[name] if load <= limit and tile.queries <= longest)
 
 
@@ -282,12 +286,11 @@ class MaskedCall:
         masks = (self.padding, *self.segments, self._bounds(tile, of_keys))
         strides = [n for x in strided for n in x.stride()[:3]]
         unit = gcd(16, *strides)
-        given = (*pointers, *self.terms, *masks, options.seed)
         launch(
             getattr(self.kernels, f"{name}_kernel"),
             (count * (batch or self.batch) * self.heads,),
-            *(self.given[0] if x is None else x for x in given),
-            *(n // unit for n in strides),
+            *(*pointers, *self.terms, *masks, options.seed),
+            *[n // unit for n in strides],
             *(self.queries, self.keys, self.heads, *self.term_numbers, self.offset),
             *(self.window or 0, self.threshold, *numbers, options.scale, self.inverse),
             UNIT=unit,
@@ -301,9 +304,11 @@ class MaskedCall:
     def _bounds(self, tile: Tile, of_keys: bool) -> Tensor | None:
         """Return the range of tiles that every tile of keys, or of queries, has a pair with."""
         segments, padding = self.segments, self.padding
+        if segments[0] is None and padding is None:
+            return None
         key = (tile.queries, tile.keys, of_keys)
-        if key in self.bounds or (segments[0] is None and padding is None):
-            return self.bounds.get(key)
+        if key in self.bounds:
+            return self.bounds[key]
         sides = [(self.queries, tile.queries, segments[0], None)]
         sides.append((self.keys, tile.keys, segments[1], padding))
         own, other = reversed(sides) if of_keys else sides

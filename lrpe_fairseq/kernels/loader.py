@@ -162,9 +162,39 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     Triton itself launches on the current device. ``grid``: number of programs on each axis; CUDA
     allows 2^31 - 1 on the first and 65,535 on the others, so what grows with the input is first.
+    A compiled kernel is kept for calls that differ in nothing its code depends on: Triton's own
+    search for it takes longer, and a training step is often as fast as the host.
     """
     with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **constants)
+        form = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
+        known = _compiled.get(form)
+        if known is not None:
+            compiled, rest = known
+            compiled[(*grid, 1, 1)](*args, *rest)
+            return
+        compiled = kernel[grid](*args, **constants)
+        if compiled is not None and _runs_compiled():
+            names = kernel.arg_names[len(args) :]
+            _compiled[form] = compiled, [constants[name] for name in names]
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+"""Compiled kernels and their constants in order, by all that their code depends on."""
+
+
+def _kind(x: Any) -> Any:
+    """Return all that Triton's compiler knows of an argument: type, alignment, if it is 1."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return (x % 16 == 0) + 2 * (x == 1) + 4 * (x.bit_length() > 31)
+    return type(x)
+
+
+@lru_cache(maxsize=1)
+def _runs_compiled() -> bool:
+    """True if a compiled kernel takes all arguments of its source, as from Triton 3.3 on."""
+    return importlib.import_module("lrpe_fairseq.kernels.probe_triton").runs_compiled("cuda")
 
 
 def on_device(x: Tensor) -> bool:

@@ -27,8 +27,24 @@ def run(device: str) -> None:
 
     Raises: what Triton raises; RuntimeError for a wrong result.
     """
-    total = torch.zeros(1, device=device)
-    count = torch.tensor([2], device=device)
-    launch(_sum, (1,), torch.ones(32, device=device), total, count, block=16)
+    ones, total, count = _arguments(device)
+    launch(_sum, (1,), ones, total, count, block=16)
     if total.item() != 32:
         raise RuntimeError(f"a Triton kernel sums 32 ones to {total.item()}")
+
+
+def runs_compiled(device: str) -> bool:
+    """True if what a launch on ``device`` returns can be launched with all arguments."""
+    ones, total, count = _arguments(device)
+    compiled = _sum[(1,)](ones, torch.zeros_like(total), count, block=16)
+    try:
+        compiled[(1, 1, 1)](ones, total, count, 16)
+    except Exception:  # of another interface: TypeError, AttributeError
+        return False
+    return total.item() == 32
+
+
+def _arguments(device: str) -> tuple[torch.Tensor, ...]:
+    """Return 32 ones, memory for their sum, and the number of their blocks."""
+    count = torch.tensor([2], device=device)
+    return torch.ones(32, device=device), torch.zeros(1, device=device), count

@@ -88,11 +88,12 @@ def result_like(
     rows are near enough.
     """
     batch, heads, own, _ = x.shape
-    time = own if time is None else time
-    options = {"dtype": x.dtype if dtype is None else dtype, "device": x.device}
-    if x.stride(2) > x.stride(0) and batch * heads * width < FARTHEST:
-        return torch.empty(time, batch, heads, width, **options).permute(1, 2, 0, 3)
-    return torch.empty(batch, time, heads, width, **options).transpose(1, 2)
+    time, token = own if time is None else time, heads * width
+    if x.stride(2) > x.stride(0) and batch * token < FARTHEST:
+        strides = token, width, batch * token, 1
+    else:
+        strides = time * token, width, token, 1
+    return x.new_empty_strided((batch, heads, time, width), strides, dtype=dtype)
 
 
 # --- called by kernels ---------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """phi, P and Lambda in one pass against the encodings themselves, with gradients.
 
-``fused`` is a Triton kernel; without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set
-in tests/conftest.py). ``native`` is in C++ for CPUs.
+``fused`` is a Triton kernel, without a GPU in Triton's interpreter; ``native`` is C++ for CPUs.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """How the Triton kernels are launched: on which device, and on how many programs."""
 
 from contextlib import contextmanager
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lrpe_fairseq.kernels import (
     causal_triton,
     encode_triton,
     full_triton,
+    loader,
     sweep_triton,
     tiles_triton,
 )
@@ -73,6 +75,24 @@ def test_every_kernel_runs_on_the_device_of_its_tensors_for_any_number_of_sequen
             assert guarded == device, name
             assert grid[0] >= MANY, name
             assert all(programs <= MOST for programs in grid[1:]), name
+
+
+def test_triton_searches_once_for_calls_that_one_compiled_kernel_serves(monkeypatch):
+    monkeypatch.setattr(loader, "_runs_compiled", lambda: True)
+    kernel = MagicMock(arg_names=["x", "n", "FIRST", "SECOND"])
+    search = kernel.__getitem__.return_value  # kernel[grid]
+    compiled, constants = search.return_value, {"SECOND": 2, "FIRST": 1, "num_warps": 4}
+    x, other = torch.zeros(8), torch.zeros(8)
+    loader.launch(kernel, (3,), x, 5, **constants)
+    loader.launch(kernel, (7,), other, 6, **constants)
+    search.assert_called_once_with(x, 5, **constants)
+    compiled.__getitem__.assert_called_once_with((7, 1, 1))
+    compiled[7, 1, 1].assert_called_once_with(other, 6, 1, 2)
+    for args in ((x.half(), 5), (x[1:], 5), *((x, n) for n in (1, 32, 2**31 + 1, None, other))):
+        loader.launch(kernel, (3,), *args, **constants)
+    for name in constants:
+        loader.launch(kernel, (3,), x, 5, **(constants | {name: 8}))
+    assert search.call_count == 11
 
 
 def test_rows_whose_offsets_pass_int32_are_brought_together():
