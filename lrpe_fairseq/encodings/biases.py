@@ -26,13 +26,14 @@ class LagBias(ScoreEncoding):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        self._ends = PositionCache(BLOCKS)
+        self._ends, self._lags = PositionCache(BLOCKS), PositionCache()
 
     def of_lag(self, lag: Tensor) -> Tensor:
         """Return the bias of every lag.
 
         Args:
-            lag: int64 of any shape, s - t; at least 0 in causal attention.
+            lag: int64 of any shape, s - t; at least 0 in causal attention. With one axis it is
+                usually the object of the call before, so that an encoding can cache.
         Returns: float32 or wider, (*lag.shape, H).
         """
         raise NotImplementedError
@@ -55,11 +56,17 @@ class LagBias(ScoreEncoding):
 
     def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor | None:
         """Return the bias of every lag; see :meth:`ScoreEncoding.bias_by_lag`."""
-        return self.bias_of(counted(last + 1, device, first)).t()
+        lags = counted(last + 1, device, first)
+        seen = self._lags.get(lags, None, lambda: self.seen(lags))
+        return self.of_lag(seen).clamp_min(LOWEST).t()
+
+    def seen(self, lag: Tensor) -> Tensor:
+        """Return lags of any sign, at least 0 in causal attention."""
+        return lag.clamp_min(0) if self.spec.causal else lag
 
     def bias_of(self, lag: Tensor) -> Tensor:
         """Return :meth:`of_lag` for lags of any sign, clamped from below."""
-        return self.of_lag(lag.clamp_min(0) if self.spec.causal else lag).clamp_min(LOWEST)
+        return self.of_lag(self.seen(lag)).clamp_min(LOWEST)
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
