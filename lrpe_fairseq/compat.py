@@ -521,7 +521,7 @@ _LIMITS = ("batch_size", "max_tokens", "required_batch_size_multiple")
 
 
 _RESUMED = ContextVar[Any]("resumed", default=None)
-"""The configuration of the model whose training a checkpoint resumes, while it is loaded."""
+"""The configuration of the training that a checkpoint resumes, while it is loaded."""
 
 
 def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any) -> dict:
@@ -529,7 +529,7 @@ def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any)
     if _RESUMED.get() is not None and state.get("cfg"):
         from lrpe_fairseq.models.checks import check_resumed
 
-        check_resumed(path, state["cfg"]["model"], _RESUMED.get())
+        check_resumed(path, state["cfg"], _RESUMED.get())
     place = (state.get("extra_state") or {}).get("train_iterator")
     if place and state.get("cfg"):
         place[_BATCHES] = _batches_in(state["cfg"])
@@ -552,7 +552,7 @@ def _load_for_these_batches(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    resumed = _RESUMED.set(None if reset_optimizer else self.cfg.model)
+    resumed = _RESUMED.set(None if reset_optimizer else self.cfg)
     try:
         extra_state = original(self, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:

@@ -3,6 +3,7 @@
 This module imports nothing of torch or fairseq, and Pillow only when a picture is read.
 """
 
+import logging
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +48,7 @@ def read_image(file: Path | IO[bytes], name: str = "") -> Any:
     except ImportError:
         raise ChoiceError("reading images needs Pillow: run pip install pillow") from None
     name = name or str(file)
+    logging.getLogger("PIL").setLevel(logging.INFO)  # fairseq sets all to DEBUG
     try:
         with Image.open(file) as image:
             _scale_transparent_color(image)

@@ -118,6 +118,11 @@ def test_other_images_are_refused_unless_they_are_asked_for(folders, tmp_path):
     assert imagenet.main(given) == 0
     known = json.loads((tmp_path / "any" / "manifest.json").read_text())
     assert (known["corpus"], known["level"], known["classes"]) == ("images", "folders", 2)
+    own = folders.rename(tmp_path / "images")
+    assert "lies in --dest" in refusal(imagenet.prepare, tmp_path, own)
+    for name, said in (("zzz", "zzz has no images: remove it"), ("a\tb", "'a\\tb' of ")):
+        own.joinpath("train", name).mkdir(), own.joinpath("val", name).mkdir()
+        assert said in refusal(imagenet.prepare, tmp_path / "dest", own)
 
 
 def test_the_devkit_gives_the_class_of_every_validation_image(tmp_path):

@@ -87,21 +87,33 @@ def _link(images: Path, from_dir: Path) -> None:
         link, target = images / name, (from_dir / name).resolve()
         if link.is_symlink():
             link.unlink()
+        if target == link.resolve():
+            raise UserError(f"{from_dir} lies in --dest, where this command writes: move it.")
         if link.exists():
             raise UserError(f"{link} was unpacked before: delete it, or choose another --dest.")
         link.symlink_to(target, target_is_directory=True)
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the names of the class folders, sorted: the class is the place in this list."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    """Return the names of the class folders, sorted: the class is the place in this list.
+
+    Raises: UserError for a name with other characters than an index may have.
+    """
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    for name in names:
+        if not name.isprintable():
+            raise UserError(
+                f"the name of the class folder {name!r} of {folder} has a tab, a line "
+                "end or another character that is not printable: rename it."
+            )
+    return names
 
 
 def listing(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the lines of the index of a split: class, bytes and path of every image.
 
-    Raises: UserError for other classes than ``names``, for an empty image, and for a file that is
-        no image by its name.
+    Raises: UserError for other classes than ``names``, for a class without images, for an empty
+        image, and for a file that is no image by its name.
     """
     if class_names(folder) != list(names):
         raise UserError(f"{folder} has other class folders than the training set: fetch it again.")
@@ -114,6 +126,8 @@ def listing(folder: Path, names: Sequence[str]) -> list[str]:
                     f"{entry.path!r} is empty or no image (.JPEG, .jpg or .png): remove it."
                 )
             lines.append(f"{label}\t{size}\timages/{folder.name}/{name}/{entry.name}")
+        if not any(os.scandir(folder / name)):
+            raise UserError(f"{folder / name} has no images: remove it in both splits.")
     return lines
 
 

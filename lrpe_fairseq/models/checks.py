@@ -223,11 +223,13 @@ OF_ATTENTION = ("attention", "encoding", "fidelity", "grid", "positional_embeddi
 
 
 def check_resumed(path: str, before: Any, now: Any) -> None:
-    """Refuse to resume the training of a checkpoint with another encoding or attention.
+    """Refuse to resume the training of a checkpoint with another encoding, attention or image size.
 
-    before, now: the configurations of the checkpoint's model and of this one.
+    before, now: the configurations of the checkpoint and of this training.
     """
-    trained, wanted = _attention(before), _attention(now)
+    trained, wanted = (
+        _attention(cfg["model"]) | _image_size(cfg.get("task")) for cfg in (before, now)
+    )
     other = [n for n in trained.keys() & wanted.keys() if trained[n] != wanted[n]]
     if other:
         had, has = (", ".join(f"{n}={x[n]}" for n in sorted(other)) for x in (trained, wanted))
@@ -235,6 +237,12 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
             f"{path} was trained with {had}; this training has {has}: choose another --save-dir, "
             "or if the weights fit, start from them with --finetune-from-model"
         )
+
+
+def _image_size(task: Any) -> dict[str, str]:
+    """Return the size of images; {} for a task without one."""
+    size = task.get("image_size") if isinstance(task, dict) else getattr(task, "image_size", None)
+    return {} if size is None else {"image_size": str(size)}
 
 
 def _attention(options: Any, section: str = "") -> dict[str, str]:

@@ -55,8 +55,18 @@ class ClassificationConfig(FairseqDataclass):
     seed: int = II("common.seed")
 
 
+PER_TOKEN = ("cross_entropy", "label_smoothed_cross_entropy")
+"""Criterions that predict a token at every position."""
+
+
 class ClassTask(FairseqTask):
     """A task whose targets are numbers of classes: ``cfg.num_classes``, ``dictionary``."""
+
+    def build_criterion(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """Refuse fairseq's default, which would divide the loss of an example by its tokens."""
+        if cfg._name in PER_TOKEN:
+            refuse(f"--criterion {cfg._name} is for texts: pass --criterion lrpe_classification")
+        return super().build_criterion(cfg, from_checkpoint)
 
     def filter_indices_by_size(self, indices: np.ndarray, *rest: Any) -> np.ndarray:
         """Return all indices: every input is made to fit the model."""

@@ -12,10 +12,11 @@ processes that trains on the same batches, and after a resumption.
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, Optional
 
 import numpy as np
@@ -25,6 +26,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import register_task
 from omegaconf import II
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.image_files import read_image, rows_and_columns
@@ -264,7 +266,7 @@ class ImageDataset(EpochDataset):
     def __getitem__(self, index: int) -> dict:
         """Return copy ``index // N`` of image ``index % N``."""
         path = self.folder / self.files[index % len(self)].decode()
-        with one_sentence_errors(), seeded(self.seed, self.epoch, index):
+        with _refusals(), seeded(self.seed, self.epoch, index):
             return {"id": index, "image": self.transform(read_image(path))}
 
     def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
@@ -293,6 +295,15 @@ class ImageDataset(EpochDataset):
             "nsentences": len(samples),
             "ntokens": len(samples) * self.pixels,
         }
+
+
+def _refusals() -> AbstractContextManager[None]:
+    """Return the context of errors in one sentence; in a thread or worker one without an effect.
+
+    The main process would wait for ever for one that exits; it raises other errors.
+    """
+    apart = get_worker_info() is not None or current_thread() is not main_thread()
+    return nullcontext() if apart else one_sentence_errors()
 
 
 @contextmanager
