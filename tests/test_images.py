@@ -185,11 +185,15 @@ def repeated(permutation, ranks, rank):
 
 def test_an_epoch_has_the_images_of_deit_s_sampler():
     ranks, count = 4, 1000
-    permutation = np.random.default_rng(0).permutation(count)
-    order = UpdateOrder(repeats=3, batch=2, batches=ranks)  # 768 is a multiple of 8
-    ours = order(permutation).reshape(-1, ranks, 2) % count
+    permutation = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
+    ours = UpdateOrder(repeats=3, batch=2, batches=ranks)(permutation)  # 768: a multiple of 8
     for rank in range(ranks):
-        assert ours[:, rank].flatten().tolist() == repeated(permutation, ranks, rank)
+        found = (ours.reshape(-1, ranks, 2)[:, rank] % count).flatten().tolist()
+        assert found == repeated(permutation, ranks, rank)
+        if importlib.util.find_spec("timm"):
+            from timm.data.distributed_sampler import RepeatAugSampler
+
+            assert found == list(RepeatAugSampler(range(count), num_replicas=ranks, rank=rank))
 
 
 def bright_image(label, generator):
@@ -419,24 +423,22 @@ def bad_image(request, tmp_path):
             ramp.resize((2001, 1)).save(path)
         case "png cut":
             path.write_bytes(content[:-26])
+        case "png with a wrong checksum":
+            path.write_bytes(content.replace(b"IDAT", b"IDAU"))
         case "png text":
             path.write_bytes(b"no image")
     return path
 
 
 UNREADABLE = r"0\.png cannot be read as an image"
+LARGE = r"0\.png has more pixels than the 1,000 that Pillow reads: make it"
 
 
 @pytest.mark.parametrize(
     ("bad_image", "sentence"),
     [
-        ("png text", UNREADABLE),
-        ("png cut", UNREADABLE),
-        ("png absent", UNREADABLE),
-        (
-            "png above the limit",
-            r"0\.png has more pixels than the 1,000 that Pillow reads: make it",
-        ),
+        *((f"png {x}", UNREADABLE) for x in ("text", "cut", "with a wrong checksum", "absent")),
+        ("png above the limit", LARGE),
         ("tif I", r"0\.tif has pixels of mode I, whose white is unknown: convert it"),
         ("tif F", r"0\.tif has pixels of mode F, whose white is unknown: convert it"),
     ],
