@@ -97,7 +97,7 @@ def _link(images: Path, from_dir: Path) -> None:
 def class_names(folder: Path) -> list[str]:
     """Return the names of the class folders, sorted: the class is the place in this list.
 
-    Raises: UserError for a name with other characters than an index may have.
+    Raises: UserError for a name with characters that are not printable.
     """
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     for name in names:

@@ -34,9 +34,9 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def exact(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context without autocast, which would round sums and what is float32.
+    """Return a context without autocast, which would round float32 numbers to half precision.
 
-    It costs no time where autocast is off.
+    Where autocast is off it does nothing: entering ``torch.autocast`` takes 20 us.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):

@@ -298,9 +298,10 @@ class ImageDataset(EpochDataset):
 
 
 def _refusals() -> AbstractContextManager[None]:
-    """Return the context of errors in one sentence; in a thread or worker one without an effect.
+    """Return a context in which a bad image ends the program with one sentence.
 
-    The main process would wait for ever for one that exits; it raises other errors.
+    It has no effect outside the main thread: fairseq would wait for ever for a thread or worker
+    that exits. Other errors reach the main process.
     """
     apart = get_worker_info() is not None or current_thread() is not main_thread()
     return nullcontext() if apart else one_sentence_errors()
