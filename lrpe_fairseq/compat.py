@@ -154,7 +154,7 @@ def share_checkpoint_between_processes() -> None:
     """
     torch.serialization.add_safe_globals([distributed_utils._TensorPlaceholder])
     if not _loads(OmegaConf.create({})):
-        _replace(distributed_utils, "broadcast_object", _broadcast_plain_config)
+        replace_once(distributed_utils, "broadcast_object", _broadcast_plain_config)
 
 
 def evaluate_options_as_literals() -> None:
@@ -186,7 +186,7 @@ def keep_bf16_off_the_tpu() -> None:
     implied = argparse.Namespace(bf16=True, tpu=True)
     overrides, _ = dataclass_utils.override_module_args(implied)
     if "common.tpu=True" in overrides and importlib.util.find_spec("torch_xla") is None:
-        _replace(dataclass_utils, "override_module_args", _override_without_implied_tpu)
+        replace_once(dataclass_utils, "override_module_args", _override_without_implied_tpu)
 
 
 def bucket_by_percentile_method() -> None:
@@ -212,7 +212,7 @@ def keep_the_last_batch() -> None:
     give no batch at all.
     """
     if len(_batches_of(np.arange(2))) == 0:
-        _replace(data_utils, "batch_by_size", _batch_every_sample)
+        replace_once(data_utils, "batch_by_size", _batch_every_sample)
 
 
 def flatten_nested_options() -> None:
@@ -232,7 +232,7 @@ def flatten_nested_options() -> None:
     """
     overrides = dataclass_utils._override_attr("model", TransformerConfig, argparse.Namespace())
     if any("<class" in override for override in overrides):
-        _replace(dataclass_utils, "_override_attr", _override_flat_attr)
+        replace_once(dataclass_utils, "_override_attr", _override_flat_attr)
 
 
 def load_adaptive_softmax() -> None:
@@ -303,7 +303,7 @@ def gather_predictions() -> None:
     """
     if SentencePredictionCriterion.logging_outputs_can_be_summed():
         SentencePredictionCriterion.logging_outputs_can_be_summed = staticmethod(lambda: False)
-    _replace(distributed_utils, "all_gather_list", _gather_objects)
+    replace_once(distributed_utils, "all_gather_list", _gather_objects)
 
 
 def resume_where_the_data_were_left() -> None:
@@ -323,7 +323,7 @@ def resume_where_the_data_were_left() -> None:
     the first, where the shapes allow it. With ``--reset-optimizer`` or ``--finetune-from-model``
     nothing is refused.
     """
-    _replace(checkpoint_utils, "load_checkpoint_to_cpu", _load_with_batches)
+    replace_once(checkpoint_utils, "load_checkpoint_to_cpu", _load_with_batches)
     _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_batches)
 
 
@@ -377,8 +377,8 @@ def refuse_a_missing_path() -> None:
 
     Break: fairseq-eval-lm, fairseq-validate and fairseq-interactive end with an error about None.
     """
-    _replace(utils, "split_paths", _refuse_none)
-    _replace(checkpoint_utils, "load_model_ensemble_and_task", _refuse_none)
+    replace_once(utils, "split_paths", _refuse_none)
+    replace_once(checkpoint_utils, "load_model_ensemble_and_task", _refuse_none)
 
 
 FIXES: tuple[Callable[[], None], ...] = (
@@ -820,7 +820,7 @@ def _loading_is_safe() -> bool:
     return not _loads(timedelta())  # a type that is not allowed and occurs in no state dict
 
 
-def _replace(module: ModuleType, name: str, replacement: Callable) -> None:
+def replace_once(module: ModuleType, name: str, replacement: Callable) -> None:
     """Set ``module.name`` to ``replacement`` with the original as its first argument, once."""
     original = getattr(module, name)
     if getattr(original, "func", None) is not replacement:

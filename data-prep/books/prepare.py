@@ -6,7 +6,6 @@
 See the README in this folder for sources, splits and what is comparable.
 """
 
-import argparse
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -186,10 +185,8 @@ def prepare(
 @command("data-prep/books/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare one corpus."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = prep.parser(__doc__, "folder with the source files")
     parser.add_argument("corpus", choices=("books", "pg19"))
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
     parser.add_argument("--books", dest="limit", type=int, help="only the first N of pg19's train")
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
     args = parser.parse_args(argv)

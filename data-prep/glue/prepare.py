@@ -6,7 +6,6 @@
 See the README in this folder for sources, counts and subsets.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -108,13 +107,9 @@ def count(raw: Mapping[str, Path], task: GlueTask, pieces: Pieces) -> dict:
 @command("data-prep/glue/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the tasks."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = prep.parser(__doc__, "folder with TASK/train.tsv")
     parser.add_argument("tasks", nargs="+", choices=["all", *TASKS], metavar="task", help="or all")
-    parser.add_argument(
-        "--dest", type=Path, required=True, help="output folder, with one subfolder per task"
-    )
     parser.add_argument("--tokens-of", type=Path, required=True, help="the pre-training data")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with TASK/train.tsv")
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
     args = parser.parse_args(argv)
     pieces = pieces_of(args.tokens_of)

@@ -6,7 +6,6 @@
 See the README in this folder for the source, the cleaning and the counts.
 """
 
-import argparse
 import itertools
 import lzma
 import sys
@@ -148,8 +147,7 @@ def prepare(
 @command("data-prep/gutenberg/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the books."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(__doc__)
     parser.add_argument(
         "--from", dest="from_dir", type=Path, required=True, help="folder with the source files"
     )

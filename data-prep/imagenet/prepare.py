@@ -8,7 +8,6 @@ The images become an index of files; nothing is decoded or resized. ``images/tra
 order of the class folders' names.
 """
 
-import argparse
 import hashlib
 import io
 import os
@@ -250,13 +249,9 @@ def validation_classes(devkit: Path) -> list[str]:
 @command("data-prep/imagenet/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the images."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
-    parser.add_argument(
-        "--from",
-        dest="from_dir",
-        type=Path,
-        help="folder with train/ and val/, each with one folder per class, or the three archives",
+    parser = prep.parser(
+        __doc__,
+        "folder with train/ and val/, each with one folder per class, or the three archives",
     )
     parser.add_argument(
         "--any-images", action="store_true", help="accept other images than ImageNet-1k's"

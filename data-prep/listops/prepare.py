@@ -8,7 +8,6 @@ parentheses of the published files, which repeat the brackets, are left out. See
 folder for the sizes and the statistics.
 """
 
-import argparse
 import functools
 import random
 import sys
@@ -159,8 +158,7 @@ def prepare(dest: Path, length: str, seed: int = 1) -> dict:
 @command("data-prep/listops/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and generate the expressions."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(__doc__)
     parser.add_argument(
         "--length", default="20-100", choices=list(LENGTHS), help="bounds of the tokens"
     )

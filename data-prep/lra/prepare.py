@@ -6,7 +6,6 @@ Texts are bytes and end with fairseq's end of sentence; images are pixels from 0
 See the README in this folder for sources, splits and files. ListOps is in data-prep/listops.
 """
 
-import argparse
 import functools
 import hashlib
 import io
@@ -410,15 +409,10 @@ TASKS = {"text": TEXT, "retrieval": RETRIEVAL, "pathfinder": PATHFINDER, "image"
 @command("data-prep/lra/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare a task."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("task", choices=list(TASKS), help="the task")
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
-    parser.add_argument(
-        "--from",
-        dest="from_dir",
-        type=Path,
-        help="folder with the archive, its files or its tables, instead of the download",
+    parser = prep.parser(
+        __doc__, "folder with the archive, its files or its tables, instead of the download"
     )
+    parser.add_argument("task", choices=list(TASKS), help="the task")
     parser.add_argument(
         "--published-splits",
         action="store_true",

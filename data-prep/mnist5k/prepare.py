@@ -6,7 +6,6 @@
 See the README in this folder for source, splits and files.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,14 +68,12 @@ def idx(path: Path) -> np.ndarray:
 @command("data-prep/mnist5k/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the images."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(__doc__, "folder with the source files")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--size", type=int, default=14, choices=SIDES, help="pixels in a row: 28 as in MNIST"
     )
     kind.add_argument("--whole", action="store_true", help="all 70,000 digits, 28 x 28")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
     options = parser.parse_args(argv)
     if options.whole:
         prep.say(f"MNIST -> {options.dest}")

@@ -9,7 +9,6 @@ this folder for the rules and the sizes.
 Axes: y rows, x columns; a point is (y, x) in pixels, a direction an angle in radians.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -319,8 +318,7 @@ def prepare(dest: Path, recipe: Recipe, seed: int = 1) -> dict:
 @command("data-prep/pathfinder/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and generate the images."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(__doc__)
     parser.add_argument(
         "--size", type=int, default=16, choices=list(RECIPES), help="pixels in a row"
     )

@@ -8,7 +8,6 @@ without network access. See the README in this folder for the filters and the sp
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import inspect
@@ -204,8 +203,7 @@ def prepare(
 @command("data-prep/pydoc/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the corpus."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(__doc__)
     parser.add_argument(
         "--vocab-size", type=int, help="number of sentencepiece BPE pieces (default: characters)"
     )

@@ -5,7 +5,6 @@
 See the README in this folder for source, splits and files.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,9 +54,7 @@ def prepare(dest: Path, from_dir: Path | None = None) -> dict:
 @command("data-prep/sst2-bytes/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the phrases."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with SST-2/train.tsv")
+    parser = prep.parser(__doc__, "folder with SST-2/train.tsv")
     options = parser.parse_args(argv)
     prep.say(f"SST-2, bytes -> {options.dest}")
     prepare(options.dest, options.from_dir)

@@ -8,18 +8,16 @@ See the README in this folder for the tasks, the sizes and the files.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import synthetic
-from lrpe_fairseq.experiments.data.corpus import say
 from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.experiments.records.console import command
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(__doc__)
     parser.add_argument("--task", required=True, choices=list(synthetic.TASKS))
     parser.add_argument("--scale", default="small", choices=list(synthetic.SCALES))
     parser.add_argument(
@@ -35,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = vars(arguments(argv))
     dest = options.pop("dest")
     recipe = Recipe(**options)
-    say(f"{recipe.name}, scale {recipe.scale}, seed {recipe.seed} -> {dest}")
+    prep.say(f"{recipe.name}, scale {recipe.scale}, seed {recipe.seed} -> {dest}")
     synthetic.prepare(dest, recipe)
 
 

@@ -6,7 +6,6 @@ The data are already binarized for fairseq; this script obtains and verifies the
 this folder for sources, sizes and what is verified.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -177,12 +176,10 @@ def results(dest: Path) -> dict:
 @command("data-prep/wikibook/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the data."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(__doc__, "folder with the source files")
     parser.add_argument(
         "--shards", type=int, default=8, help=f"number of shards, at most {AVAILABLE}"
     )
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
     args = parser.parse_args(argv)
     prepare(args.dest, args.shards, args.from_dir)
 

@@ -7,7 +7,6 @@ See the README in this folder for sources, license, checksums and counts.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import re
@@ -182,14 +181,12 @@ def prepare(
 @command("data-prep/wikitext/prepare.py")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare one corpus."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = prep.parser(__doc__, "folder with the source files")
     parser.add_argument("corpus", choices=sorted(CORPORA))
     parser.add_argument("--level", choices=("word", "bpe", "gpt2"), required=True)
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--vocab-size", type=int, default=4000, help="number of pieces at level bpe"
     )
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
     args = parser.parse_args(argv)
     prepare(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.kernels import causal
-from lrpe_fairseq.kernels.causal import chunks_of, decay_matrix, present
+from lrpe_fairseq.kernels.causal import chunks_of, cut, decay_matrix, present
 from lrpe_fairseq.kernels.dispatch import exact, gradients_of, is_plain
 
 SCAN = 64
@@ -36,7 +36,8 @@ def causal_sums(
         return causal.definition(q, k, v, wanted, log_decay, eps)
     batch, heads, length, _ = q.shape
     chunks, size = chunks_of(length)
-    rows = (_cut(x, chunks, size) for x in (q, k, v))
+    # contiguous once; otherwise every product of both passes would copy the strided heads
+    rows = (cut(x, chunks, size).contiguous() for x in (q, k, v))
     out, denominator = _CausalSums.apply(*rows, wanted, log_decay, eps)
     out = out.reshape(batch, heads, chunks * size, -1)[:, :, :length]
     if wanted != "sums":
@@ -49,14 +50,6 @@ def varies(log_decay: Tensor | None) -> bool:
     if log_decay is None:
         return False
     return log_decay.dim() == 3 or (log_decay.requires_grad and torch.is_grad_enabled())
-
-
-def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
-    """(B, H, T, .) -> (B, H, N, C, .), padded with zero rows."""
-    missing = chunks * size - x.shape[2]
-    # contiguous once; otherwise every product of both passes would copy the strided heads
-    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
-    return x.reshape(*x.shape[:2], chunks, size, x.shape[-1])
 
 
 class BlockDecay(NamedTuple):

@@ -11,7 +11,7 @@ C = H D width of the decoder, C' width of the memory.
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import LinearState, attend_to_memory, summed_memory
@@ -19,6 +19,7 @@ from lrpe_fairseq.attention.projected import (
     NOT_EXPORTED,
     ProjectedAttention,
     feature_map,
+    of_cross,
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
@@ -70,8 +71,8 @@ class CrossAttention(ProjectedAttention):
     def __init__(
         self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any
     ) -> None:
-        width = embed_dim if memory_dim is None else memory_dim
-        super().__init__(embed_dim, num_heads, causal=False, memory_dim=width, **options)
+        self.memory_dim = embed_dim if memory_dim is None else memory_dim
+        super().__init__(embed_dim, num_heads, causal=False, **options)
         if self.kv_shift is not None:
             raise ChoiceError(
                 "the attention part kv-shift mixes a token with the one before it in the same "
@@ -88,6 +89,11 @@ class CrossAttention(ProjectedAttention):
                 f"cross-attention does not support {self.encoding.name!r}, whose positions follow "
                 "one text; choose an encoding with fixed positions, such as rope"
             )
+
+    def _projections(self, width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
+        if not qkv_bias:
+            raise ChoiceError("the projections of cross-attention have biases: omit qkv_bias")
+        return of_cross(width, self.memory_dim)
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -136,7 +142,12 @@ class CrossAttention(ProjectedAttention):
         return out.transpose(0, 1), weights
 
     def _reordered(self, state: CrossState, new_order: Tensor) -> CrossState:
-        return reorder_cross_state(state, new_order)
+        memory, rows = state.memory, len(state.next_position)
+        if isinstance(memory, EncodedMemory):
+            places = (p.expand(rows, p.shape[-1]) for p in (memory.positions, memory.counts))
+            memory = EncodedMemory(*memory[:2], *places, memory.padding)
+        parts = (None if part is None else part.index_select(0, new_order) for part in memory)
+        return CrossState(type(memory)(*parts), state.next_position.index_select(0, new_order))
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
@@ -245,13 +256,3 @@ class CrossAttention(ProjectedAttention):
         dropout = self._dropout
         out = encoded_attention(*given, past.values, *places, causal=False, dropout=dropout)
         return out, None
-
-
-def reorder_cross_state(state: CrossState, new_order: Tensor) -> CrossState:
-    """Return the state of the rows ``new_order`` (B',), int64 indices into the batch."""
-    memory, rows = state.memory, len(state.next_position)
-    if isinstance(memory, EncodedMemory):
-        places = (p.expand(rows, p.shape[-1]) for p in (memory.positions, memory.counts))
-        memory = EncodedMemory(*memory[:2], *places, memory.padding)
-    parts = (None if part is None else part.index_select(0, new_order) for part in memory)
-    return CrossState(type(memory)(*parts), state.next_position.index_select(0, new_order))

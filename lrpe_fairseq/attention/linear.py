@@ -270,7 +270,7 @@ def summed_memory(
     features = None if content is None else (content, content)
     given = (k, k, v, False, key_padding_mask, normalizer, features, None)
     _, k, v, features, _ = _prepare(*given)
-    return _summed(k, v, k if features is None else features[1])
+    return LinearState(k.mT @ v, (k if features is None else features[1]).sum(-2))
 
 
 @_without_autocast
@@ -289,9 +289,10 @@ def attend_to_memory(
     ``content``. dtype: of the values, and of the result (B, H, T, E).
     """
     counted = {"rotated": q, "content": content}.get(normalizer)
-    wide = memory.kv.dtype
-    counted = None if counted is None else counted.to(wide)
-    return _narrow(_divide(*_read(q.to(wide), memory, counted)), dtype, normalizer)
+    out, denominator = q.to(memory.kv) @ memory.kv, None
+    if counted is not None:
+        denominator = (counted.to(memory.kv) @ memory.keys.unsqueeze(-1)).squeeze(-1)
+    return _narrow(_divide(out, denominator), dtype, normalizer)
 
 
 def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
@@ -501,18 +502,6 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
         limit = torch.finfo(dtype).max / margin
         out = out.clamp(-limit, limit)
     return out.to(dtype)
-
-
-def _summed(k: Tensor, v: Tensor, counted: Tensor) -> LinearState:
-    """Return sum_t k_t v_t^T and the sum of the keys that the denominator counts."""
-    return LinearState(k.transpose(-1, -2) @ v, counted.sum(-2))
-
-
-def _read(q: Tensor, memory: LinearState, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the numerators of q and, for queries ``counted``, their denominators (B, H, T)."""
-    if counted is None:
-        return q @ memory.kv, None
-    return q @ memory.kv, (counted @ memory.keys.unsqueeze(-1)).squeeze(-1)
 
 
 def _empty_state(q: Tensor, v: Tensor, content: tuple[Tensor, Tensor] | None) -> LinearState:

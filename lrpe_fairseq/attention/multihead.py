@@ -6,7 +6,6 @@ are in ``attention.projected``. fairseq's layers call this module and ``attentio
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from lrpe_fairseq.attention.projected import (
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
 from lrpe_fairseq.attention.transport import carried
-from lrpe_fairseq.encodings import EncodingOptions
 from lrpe_fairseq.encodings.base import Transport
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 
@@ -95,45 +93,6 @@ class MultiheadAttention(ProjectedAttention):
         that is not causal, or an encoding that the attention type does not support.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        attention_type: str,
-        position_encoding: str,
-        causal: bool,
-        dropout: float = 0.0,
-        normalizer: str = "rotated",
-        window: int | None = None,
-        parts: str = "none",
-        qkv_bias: bool = True,
-        seed: int = 0,
-        options: EncodingOptions | None = None,
-        wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
-        **encoding_options: Any,
-    ) -> None:
-        if options is not None and encoding_options:
-            raise ValueError("give the options of an encoding by keyword or as options, not both")
-        super().__init__(
-            embed_dim,
-            num_heads,
-            attention_type=attention_type,
-            position_encoding=position_encoding,
-            causal=causal,
-            dropout=dropout,
-            normalizer=normalizer,
-            window=window,
-            parts=parts,
-            qkv_bias=qkv_bias,
-            seed=seed,
-            options=EncodingOptions(**encoding_options) if options is None else options,
-            wrap_linear=wrap_linear,
-        )
-        self.update: nn.Module | None = None
-        """What a layer adds to the states of the encoding; see :meth:`advance`."""
-        self._read: list[Tensor] = []  # the states, and their means by the weights
-
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
     def forward(
@@ -162,11 +121,9 @@ class MultiheadAttention(ProjectedAttention):
             raise NotImplementedError(NOT_EXPORTED)
         state = self._get_input_buffer(incremental_state)
         keep_state = incremental_state is not None and not isinstance(state, Memory)
-        x = query.transpose(0, 1)
-        own = self.given
-        given = {"positions": own.positions, "window": own.window, "one_sided": own.one_sided}
-        given["starts"] = own.starts
-        out, state = self.attend(x, key_padding_mask, state, keep_state, **given)
+        own, x = self.given, query.transpose(0, 1)
+        given = {"window": own.window, "one_sided": own.one_sided, "starts": own.starts}
+        out, state = self.attend(x, key_padding_mask, state, keep_state, own.positions, **given)
         if keep_state:
             incremental_state[self._state_key] = state
         return out.transpose(0, 1), None
@@ -228,9 +185,8 @@ class MultiheadAttention(ProjectedAttention):
         window = min((w for w in (window, self.window) if w is not None), default=None)
         if window is not None and state is None and not keep_state and window >= x.shape[1]:
             window = None  # it hides nothing
-        options = {"positions": positions, "window": window, "one_sided": one_sided}
-        options["starts"] = starts
-        return self._attend(x, key_padding_mask, state, keep_state, options)
+        options = {"window": window, "one_sided": one_sided, "starts": starts}
+        return self._attend(x, key_padding_mask, state, keep_state, positions, options)
 
     def _check_state(
         self,
@@ -269,12 +225,14 @@ class MultiheadAttention(ProjectedAttention):
         padding: Tensor | None,
         state: AttentionState | None,
         keep_state: bool,
+        positions: Tensor | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute :meth:`attend` after its checks, always in eager execution."""
         before = None if state is None else state.next_position
         history = {} if state is None else dict(state.history)
-        tokens = self._of_text(x, tokens_of(x, padding, before, history=history, **options))
+        tokens = tokens_of(x, padding, before, positions, history=history, **options)
+        tokens = self._of_text(x, tokens)
         attend = self._linear if self.attention_type == "linear" else self._softmax
         past = None if state is None else state.past
         out, past = attend(x, tokens, past, keep_state or state is not None)
@@ -282,7 +240,7 @@ class MultiheadAttention(ProjectedAttention):
         if not keep_state:
             return out, None
         following = tokens_after(x, padding, before)
-        if options["positions"] is not None:
+        if positions is not None:
             following = _next_after(tokens, x.shape[0], before)
         elif tokens.segments is not None:
             last = tokens.positions[:, -1]

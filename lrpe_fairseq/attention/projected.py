@@ -45,8 +45,6 @@ class ProjectedAttention(nn.Module):
         parts: names of ``attention.parts.PARTS``, separated by commas, or "none".
         seed: seed of the encoding's fixed random parts. options: options of individual encodings.
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
-        memory_dim: width of the input of keys and values if they come from another sequence; None
-            in self-attention.
         qkv_bias: False for self-attention whose q, k and v have no biases.
     Raises: ChoiceError for an unknown name, a width that is not divisible by H, a window that is
         not causal, or an encoding that the attention type does not support.
@@ -65,12 +63,15 @@ class ProjectedAttention(nn.Module):
         window: int | None = None,
         parts: str = "none",
         seed: int = 0,
-        options: EncodingOptions = EncodingOptions(),
+        options: EncodingOptions | None = None,
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
-        memory_dim: int | None = None,
         qkv_bias: bool = True,
+        **encoding_options: Any,
     ) -> None:
         super().__init__()
+        if options is not None and encoding_options:
+            raise ValueError("give the options of an encoding by keyword or as options, not both")
+        options = EncodingOptions(**encoding_options) if options is None else options
         _check_choices(embed_dim, num_heads, attention_type, normalizer)
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
@@ -86,15 +87,17 @@ class ProjectedAttention(nn.Module):
                 f"position encoding {position_encoding!r} needs {needed}, which linear "
                 "attention does not compute; use it with softmax attention"
             )
-        own = memory_dim is None
-        if not (own or qkv_bias):
-            raise ChoiceError("the projections of cross-attention have biases: omit qkv_bias")
-        projections = _of_self(embed_dim, qkv_bias) if own else _of_cross(embed_dim, memory_dim)
-        for name, projection in projections.items():
+        for name, projection in self._projections(embed_dim, qkv_bias).items():
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
         self.norm = nn.LayerNorm(embed_dim) if use_norm else None
         self._add_parts(parse_parts(parts))
+        self.update: nn.Module | None = None
+        """What a layer adds to the states of the encoding; see ``MultiheadAttention.advance``."""
+        self._read: list[Tensor] = []  # the states, and their means by the weights
+
+    def _projections(self, width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
+        return _of_self(width, qkv_bias)
 
     def _add_parts(self, parts: frozenset[str]) -> None:
         """Build the ``attention.parts``; their parameters exist only where they are used."""
@@ -373,7 +376,7 @@ def _xavier_linear(width: int, gain: float, bias: bool) -> nn.Linear:
     return linear
 
 
-def _of_cross(width: int, memory_dim: int) -> dict[str, nn.Linear]:
+def of_cross(width: int, memory_dim: int) -> dict[str, nn.Linear]:
     """Return the projections of cross-attention as fairseq's MultiheadAttention draws them.
 
     The order of the draws and the biases are fairseq's, so that under one seed a model starts from

@@ -120,13 +120,12 @@ def encoded_weights(
 ) -> Tensor:
     """Return the weights of :func:`encoded_attention`, (B, H, T, S) in q's dtype."""
     call = _call(encoding, queries, keys, causal, 0.0)
-    terms = _terms(q, k, queries, keys, call)._asdict()
-    terms |= {"visible": visible_pairs(queries, keys, causal), "dtype": q.dtype}
+    rest = visible_pairs(queries, keys, causal), q.dtype, _terms(q, k, queries, keys, call)
     if queries.transport is None:
-        return softmax_weights(q, k, scale=call.scale, **terms)
+        return weighted((q * call.scale) @ k.mT, *rest)
     wide = torch.promote_types(q.dtype, torch.float32)
     ((*_, scores),) = score_blocks(q.to(wide), k.to(wide), queries.transport, q.shape[2] * BLOCK)
-    return weighted(call.scale * scores(), **terms)
+    return weighted(call.scale * scores(), *rest)
 
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
@@ -174,10 +173,9 @@ def _carried(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, cal
 
         def block(rows: slice, columns: slice, scores: Callable[[], Tensor]) -> Tensor:
             places = queries.of(rows), keys.of(columns)
-            terms = _terms(q[:, :, rows], k[:, :, columns], *places, call)._asdict()
+            terms = _terms(q[:, :, rows], k[:, :, columns], *places, call)
             visible = visible_pairs(*places, call.causal)
-            terms |= {"visible": visible, "dtype": v.dtype}
-            weights = weighted(call.scale * scores(), **terms)
+            weights = weighted(call.scale * scores(), visible, v.dtype, terms)
             return F.dropout(weights, call.dropout) @ v[:, :, columns]
 
         if len(blocks) > 1 and torch.is_grad_enabled() and not is_transformed():
@@ -463,39 +461,15 @@ def softmax_attention_naive(
             encodings that are not additive.
         weigh: maps scores, visible keys and a dtype to weights, 0 where not visible.
     """
-    options = {"bias": bias, "rescore": rescore, "weigh": weigh, "dtype": v.dtype}
-    return F.dropout(softmax_weights(q, k, scale=scale, visible=visible, **options), dropout) @ v
+    terms = Terms(bias, rescore, weigh)
+    return F.dropout(weighted((q * scale) @ k.mT, visible, v.dtype, terms), dropout) @ v
 
 
-def softmax_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    scale: float,
-    dtype: torch.dtype,
-    visible: Tensor | None = None,
-    bias: Tensor | None = None,
-    rescore: Rescore | None = None,
-    weigh: Weigh = masked_softmax,
-) -> Tensor:
-    """Return the weights (B, H, T, S) of :func:`softmax_attention_naive` in ``dtype``."""
-    options = {"dtype": dtype, "visible": visible, "bias": bias, "rescore": rescore}
-    return weighted((q * scale) @ k.transpose(-1, -2), weigh=weigh, **options)
-
-
-def weighted(
-    scores: Tensor,
-    *,
-    dtype: torch.dtype,
-    visible: Tensor | None = None,
-    bias: Tensor | None = None,
-    rescore: Rescore | None = None,
-    weigh: Weigh = masked_softmax,
-) -> Tensor:
-    """Return the weights of scaled scores (B, H, T, S); see :func:`softmax_weights`."""
-    scores = scores if bias is None else scores + bias
-    scores = scores if rescore is None else rescore(scores, visible)
-    return weigh(scores, visible, dtype)
+def weighted(scores: Tensor, visible: Tensor | None, dtype: torch.dtype, terms: Terms) -> Tensor:
+    """Return the weights (B, H, T, S) of scaled scores in ``dtype``; see :class:`Terms`."""
+    scores = scores if terms.bias is None else scores + terms.bias
+    scores = scores if terms.rescore is None else terms.rescore(scores, visible)
+    return terms.weigh(scores, visible, dtype)
 
 
 def softmax_attention(

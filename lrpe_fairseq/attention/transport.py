@@ -122,19 +122,15 @@ def carried(k: Tensor, transport: Transport) -> Tensor:
 
     Features of k beyond those of w are not changed.
     """
-    with exact(k):
-        return _carried(k, transport)
-
-
-def _carried(k: Tensor, transport: Transport) -> Tensor:
     w = F.pad(transport.w, (0, k.shape[-1] - transport.w.shape[-1]))
-    before = k.shape[2] - w.shape[2]
+    before, length = k.shape[2] - w.shape[2], k.shape[2]
     k, own = k[:, :, :before], k[:, :, before:]
-    chunks = _chunks(own, own, Transport(w, transport.beta))
-    for j in range(chunks.w.shape[2]):
-        k = k - (k @ chunks.y[:, :, j].mT) @ chunks.w[:, :, j]
-        k = torch.cat([k, chunks.end[:, :, j]], 2)
-    return k[:, :, : before + own.shape[2]]
+    with exact(k):
+        chunks = _chunks(own, own, Transport(w, transport.beta))
+        for j in range(chunks.w.shape[2]):
+            k = k - (k @ chunks.y[:, :, j].mT) @ chunks.w[:, :, j]
+            k = torch.cat([k, chunks.end[:, :, j]], 2)
+    return k[:, :, :length]
 
 
 # --- sums of linear attention ------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """``lrpe_classification``: cross-entropy and accuracy of models that return logits (B, classes)."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from fairseq.logging import metrics
 from torch import Tensor
 from torch.nn import functional as F
 
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.errors import refuse
 
 TOP = 5
@@ -21,11 +22,8 @@ LOG2 = math.log(2)
 class ClassificationCriterionConfig(FairseqDataclass):
     """Options of the criterion."""
 
-    label_smoothing: float = field(
-        default=0.0,
-        metadata={
-            "help": "probability that is spread over all classes in training; validation has none"
-        },
+    label_smoothing: float = option(
+        0.0, "probability that is spread over all classes in training; validation has none"
     )
 
 

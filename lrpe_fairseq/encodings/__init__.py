@@ -1,7 +1,7 @@
 """Relative positional encodings by name. Pure PyTorch; fairseq is not needed.
 
-Command-line choices, tests, benchmark rows and the README's table are derived from
-:data:`ENCODINGS`. To add an encoding, write one file and add one line here.
+Command-line choices, tests, benchmark rows and the tables of docs/encodings.md are derived
+from :data:`ENCODINGS`. To add an encoding, write one file and add one line here.
 """
 
 from collections.abc import Callable
@@ -94,6 +94,9 @@ ENCODINGS: dict[str, Constructor] = {
     "tape": TAPE,
 }
 
+WRAPPERS = ("gated", "path", "selective")
+"""The free forms whose rest is a name."""
+
 DEFAULT = "lrpe-type2"
 """The encoding of a model whose configuration does not name one."""
 
@@ -125,51 +128,27 @@ def _free_algebraic(rest: str) -> Constructor | None:
     return partial(Algebraic, components=rest) if known else None
 
 
-def _gated(name: str) -> Constructor:
-    """Return the constructor of ``gated:<name>``."""
-    if name.startswith("gated:") or not can_be_gated(encoding_class(name)):
-        raise ChoiceError(
-            f"gated:{name}: gates can be added to decomposable encodings without gates; choose "
-            f"one of {', '.join(_without_gates())}, or lrpe:<P>:<Lambda>"
-        )
-    return partial(gated, inner=constructor_of(name))
+def _wrapper(
+    prefix: str,
+    wrap: Callable,
+    accepts: Callable[[str], bool],
+    inner: str,
+    why: str,
+    causal_only: bool = False,
+) -> Family:
+    """Return the form ``<prefix>:<name>``, which wraps the encodings that ``accepts`` allows.
 
+    inner: these, in words. why: of an error, with {} for their names in ENCODINGS.
+    """
+    names = list(filter(accepts, ENCODINGS))
 
-def _without_gates() -> list[str]:
-    """Return the names in ENCODINGS that ``gated:<name>`` accepts."""
-    return [name for name in ENCODINGS if can_be_gated(encoding_class(name))]
+    def build(name: str) -> Constructor:
+        if not accepts(name):
+            raise ChoiceError(f"{prefix}:{name}: {why.format(', '.join(names))}")
+        return partial(wrap, inner=constructor_of(name))
 
-
-def _path(name: str) -> Constructor:
-    """Return the constructor of ``path:<name>``."""
-    if name.partition(":")[0] in WRAPPERS or not can_be_carried(encoding_class(name)):
-        raise ChoiceError(
-            f"path:{name}: reflections can be added to encodings that keep norms; choose path, or "
-            f"path:<name> with one of {', '.join(_carried_names())}, or lrpe:<P>:<Lambda>; gates "
-            "stand before them, gated:path:<name>"
-        )
-    return partial(path, inner=constructor_of(name))
-
-
-def _carried_names() -> list[str]:
-    """Return the names in ENCODINGS that ``path:<name>`` accepts."""
-    return [name for name in ENCODINGS if can_be_carried(encoding_class(name))]
-
-
-def _selective(name: str) -> Constructor:
-    """Return the constructor of ``selective:<name>``."""
-    constructor = constructor_of(name)
-    if not can_be_selective(constructor):
-        raise ChoiceError(
-            f"selective:{name}: angles from the text need rotations by one angle per pair; choose "
-            f"one of {', '.join(_with_angles())}, or lrpe:<P>:<Lambda> without a permutation"
-        )
-    return partial(selective, inner=constructor)
-
-
-def _with_angles() -> list[str]:
-    """Return the names in ENCODINGS that ``selective:<name>`` accepts."""
-    return [name for name, constructor in ENCODINGS.items() if can_be_selective(constructor)]
+    examples = tuple(f"{prefix}:{name}" for name in names)
+    return Family(f"{prefix}:<name>", f"with the name of {inner}", examples, build, causal_only)
 
 
 def constructor_of(name: str) -> Constructor:
@@ -235,31 +214,36 @@ FAMILIES: dict[str, Family] = {
         ("ape:sequence", "ape:cycle7", "ape:sequence+cycle7", "ape:tree3+sequence"),
         _free_algebraic,
     ),
-    "gated": Family(
-        "gated:<name>",
-        "with the name of a decomposable encoding without gates",
-        tuple(f"gated:{name}" for name in _without_gates()),
-        _gated,
+    "gated": _wrapper(
+        "gated",
+        gated,
+        lambda name: not name.startswith("gated:") and can_be_gated(encoding_class(name)),
+        "a decomposable encoding without gates",
+        "gates can be added to decomposable encodings without gates; choose one of {}, or "
+        "lrpe:<P>:<Lambda>",
         causal_only=True,
     ),
-    "path": Family(
-        "path:<name>",
-        "with the name of a decomposable encoding that keeps norms",
-        tuple(f"path:{name}" for name in _carried_names()),
-        _path,
+    "path": _wrapper(
+        "path",
+        path,
+        lambda name: (
+            name.partition(":")[0] not in WRAPPERS and can_be_carried(encoding_class(name))
+        ),
+        "a decomposable encoding that keeps norms",
+        "reflections can be added to encodings that keep norms; choose path, or path:<name> with "
+        "one of {}, or lrpe:<P>:<Lambda>; gates stand before them, gated:path:<name>",
         causal_only=True,
     ),
-    "selective": Family(
-        "selective:<name>",
-        "with the name of an encoding with one angle per pair of features",
-        tuple(f"selective:{name}" for name in _with_angles()),
-        _selective,
+    "selective": _wrapper(
+        "selective",
+        selective,
+        lambda name: can_be_selective(constructor_of(name)),
+        "an encoding with one angle per pair of features",
+        "angles from the text need rotations by one angle per pair; choose one of {}, or "
+        "lrpe:<P>:<Lambda> without a permutation",
     ),
 }
 """The free forms by prefix."""
-
-WRAPPERS = ("gated", "path", "selective")
-"""The free forms whose rest is a name."""
 
 FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.names)
 """Names of the free forms."""

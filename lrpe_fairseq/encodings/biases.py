@@ -32,8 +32,7 @@ class LagBias(ScoreEncoding):
         """Return the bias of every lag.
 
         Args:
-            lag: int64 of any shape, s - t; at least 0 in causal attention. With one axis it is
-                usually the object of the call before, so that an encoding can cache.
+            lag: the result of :meth:`fixed`: int64 of any shape, s - t.
         Returns: float32 or wider, (*lag.shape, H).
         """
         raise NotImplementedError
@@ -57,16 +56,17 @@ class LagBias(ScoreEncoding):
     def bias_by_lag(self, first: int, last: int, device: torch.device) -> Tensor | None:
         """Return the bias of every lag; see :meth:`ScoreEncoding.bias_by_lag`."""
         lags = counted(last + 1, device, first)
-        seen = self._lags.get(lags, None, lambda: self.seen(lags))
-        return self.of_lag(seen).clamp_min(LOWEST).t()
+        fixed = self._lags.get(lags, None, lambda: self.fixed(lags))
+        return self.of_lag(fixed).clamp_min(LOWEST).t()
 
-    def seen(self, lag: Tensor) -> Tensor:
-        """Return lags of any sign, at least 0 in causal attention."""
+    def fixed(self, lag: Tensor) -> Tensor:
+        """Return what :meth:`of_lag` reads of lags of any sign, which is kept; no parameter changes
+        it. By default the lags, at least 0 in causal attention."""
         return lag.clamp_min(0) if self.spec.causal else lag
 
     def bias_of(self, lag: Tensor) -> Tensor:
         """Return :meth:`of_lag` for lags of any sign, clamped from below."""
-        return self.of_lag(self.seen(lag)).clamp_min(LOWEST)
+        return self.of_lag(self.fixed(lag)).clamp_min(LOWEST)
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:

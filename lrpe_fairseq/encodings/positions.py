@@ -5,6 +5,7 @@ Axes: B batch, H heads, T time, X anything.
 
 from collections.abc import Callable
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class PositionCache:
             return compute()  # inference tensors have no version and cannot be used in training
         versions = [s._version for s in sources]
         for entry in self._entries:
-            if entry[1:3] == (versions, key) and _same_objects(entry[0], sources):
+            if entry[1:3] == (versions, key) and all(map(is_, entry[0], sources)):
                 return entry[3]
         value = compute()
         self._entries = ((sources, versions, key, value), *self._entries[: self._size - 1])
@@ -137,8 +138,3 @@ class PositionCache:
 
     def __reduce__(self) -> tuple:
         return PositionCache, (self._size,)
-
-
-def _same_objects(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
-    """True if both tuples hold the same objects."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

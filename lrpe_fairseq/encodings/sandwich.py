@@ -7,7 +7,6 @@ from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.cores import BASE
 from lrpe_fairseq.encodings.options import EncodingSpec
-from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -37,15 +36,15 @@ class Sandwich(LagBias):
         super().__init__(spec)
         if width < 2 or width % 2:
             raise ChoiceError(f"the width of sandwich must be even and positive, got {width}")
-        self._terms, self._known = width // 2, PositionCache()
+        self._terms = width // 2
 
     def of_lag(self, lag: Tensor) -> Tensor:
-        """Return the bias of every lag, float64 (..., H)."""
-        if lag.dim() > 1:
-            return self._sum(lag)
-        return self._known.get(lag, None, lambda: self._sum(lag))
+        """Return the bias, which :meth:`fixed` has computed."""
+        return lag
 
-    def _sum(self, lag: Tensor) -> Tensor:
+    def fixed(self, lag: Tensor) -> Tensor:
+        """Return the bias of every lag, float64 (..., H)."""
+        lag = super().fixed(lag)
         double = {"dtype": torch.float64, "device": lag.device}
         frequency = BASE ** -(torch.arange(1, self._terms + 1, **double) / self._terms)
         total = (lag.unsqueeze(-1) * frequency).cos().sum(-1) - self._terms

@@ -10,7 +10,7 @@ from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.options import EncodingSpec, option
-from lrpe_fairseq.encodings.positions import PositionCache, constant
+from lrpe_fairseq.encodings.positions import constant
 from lrpe_fairseq.errors import ChoiceError
 
 
@@ -61,7 +61,6 @@ class T5Bias(LagBias):
         one_way = buckets if spec.causal else buckets // 2
         # not a buffer: ``to_empty`` would discard it, and no checkpoint restores it
         self._starts = tuple(bucket_starts(one_way, options.t5_max_distance))
-        self._buckets = PositionCache()
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = 1.0 if "t5-unit-init" in fidelity else (spec.num_heads * spec.head_dim) ** -0.5
         draw = torch.randn(heads, buckets, generator=spec.generator(stream=4), device="cpu")
@@ -72,11 +71,8 @@ class T5Bias(LagBias):
         self.table = owner.table
 
     def of_lag(self, lag: Tensor) -> Tensor:
-        """Return b of every lag, (..., heads)."""
-        if lag.dim() > 1:
-            return F.embedding(self.bucket(lag), self.table.t())
-        buckets = self._buckets.get(lag, None, lambda: self.bucket(lag))
-        return F.embedding(buckets, self.table.t())
+        """Return b of every bucket, (..., heads)."""
+        return F.embedding(lag, self.table.t())
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Return the bucket of s - t, int64 of any shape.
@@ -88,6 +84,8 @@ class T5Bias(LagBias):
             return torch.bucketize(distance.clamp_min(0), starts, right=True)
         one_way = torch.bucketize(distance.abs(), starts, right=True)
         return one_way + (distance < 0) * (starts.numel() + 1)
+
+    fixed = bucket
 
 
 def bucket_starts(buckets: int, max_distance: int) -> list[int]:

@@ -24,26 +24,12 @@ cache. A multiple of CHUNK in ``causal_cpu.cpp``."""
 WIDEST = 256
 """Largest supported width of keys and values. A wider state does not fit a core's cache."""
 
-TENSORS = ("q", "k", "v", "states", "out", "denominators", "grad", "grad_denominators", "gates")
 GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_gates")
-
-
-class _Call(ctypes.Structure):
-    """``Call`` of causal_cpu.cpp. The loader checks that both definitions are equal."""
-
-    _fields_ = [
-        *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "keys", "values", "segment")),
-        *((n, ctypes.c_int64) for n in ("threads", "double_precision")),
-        *((n, ctypes.c_int64) for n in ("with_denominators", "normalizes")),
-        ("eps", ctypes.c_double),
-        ("log_decay", ctypes.c_void_p),
-        *((n, loader.View) for n in (*TENSORS, *GRADIENTS)),
-    ]
 
 
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None if kernels are disabled or it does not compile."""
-    return loader.compiled(SOURCE, _Call)
+    return loader.compiled(SOURCE)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
@@ -132,7 +118,7 @@ def _run(
     q, v = tensors["q"], tensors["v"]
     rates, tensors["gates"] = _decay_of(log_decay, q)
     sizes = dict(zip(("batch", "heads", "time", "keys"), q.shape, strict=True))
-    call = _Call(
+    call = library().Call(
         **sizes,
         values=v.shape[-1],
         segment=SEGMENT,

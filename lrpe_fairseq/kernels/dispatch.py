@@ -51,7 +51,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
     differentiation. Also False for subclasses, tensors wrapped by torch.func (grad, vmap, ...),
     tensors without memory (device meta) and empty tensors. Use the definition in these cases.
     """
-    return not is_transformed() and all(_has_memory(x) for x in tensors if x is not None)
+    return not is_transformed() and all(
+        x is None or (_is_concrete(x) and x.numel() > 0) for x in tensors
+    )
 
 
 def has_values(*tensors: Tensor) -> bool:
@@ -78,10 +80,6 @@ def _is_traced() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.jit.is_tracing()
     )
-
-
-def _has_memory(x: Tensor) -> bool:
-    return _is_concrete(x) and x.numel() > 0
 
 
 def _is_concrete(x: Tensor) -> bool:

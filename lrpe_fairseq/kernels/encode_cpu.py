@@ -22,20 +22,9 @@ WIDEST_SPECTRUM = 128
 """Largest supported width with a Fourier matrix. A larger matrix does not fit a core's cache."""
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of encode_cpu.cpp. The loader checks that both definitions are equal."""
-
-    _fields_ = [
-        *((n, ctypes.c_int64) for n in ("batch", "heads", "time", "width", "turned")),
-        *((n, ctypes.c_int64) for n in ("phi", "halves", "wide", "permutes", "threads")),
-        *((n, ctypes.c_void_p) for n in ("p", "grad_units")),
-        *((n, loader.View) for n in ("x", "out", "at", "grad", "grad_x", "grad_at")),
-    ]
-
-
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None if kernels are disabled or it does not compile."""
-    return loader.compiled(SOURCE, _Call)
+    return loader.compiled(SOURCE)
 
 
 def serves(x: Tensor, form: Form) -> bool:
@@ -137,7 +126,7 @@ def _run(
     simple = ctx.form._asdict()
     name = "fourier" if simple.pop("fourier") else "encode"
     tensors["at"], tensors["grad_at"] = (_over_batch(x, shape[0]) for x in (at, grad_at))
-    call = _Call(
+    call = library().Call(
         **dict(zip(("batch", "heads", "time", "width"), shape, strict=True)),
         **simple,
         turned=at.shape[-1],

@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
 import platform
@@ -41,10 +42,6 @@ AMPERE = (8, 0)
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 logger = logging.getLogger(__name__)
-
-
-class LayoutError(ImportError):
-    """A struct differs between C++ and Python. This is a bug, so PyTorch is not used instead."""
 
 
 def kernels_enabled() -> bool:
@@ -92,7 +89,7 @@ def log_served(what: str, form: str, device: str) -> None:
 def _forms_of(device: str) -> tuple[dict[str, str], str]:
     names = ("causal", "encode")
     if device != "cpu":
-        reason = _why_no_triton()
+        reason = _why_unsupported() or _why_triton_fails()
         return dict.fromkeys(names, "pytorch" if reason else "triton"), reason
     reason = "the C++ kernels do not compile here"
     if not kernels_enabled():
@@ -123,11 +120,6 @@ def _triton_kernels(module: str) -> ModuleType | None:
     if reason and (asked or not unsupported):
         logger.warning("the Triton kernels of %s are not used: %s", module, reason)
     return None if reason else importlib.import_module(module)
-
-
-def _why_no_triton() -> str:
-    """Return the reason why the Triton kernels cannot run, or an empty string if they can."""
-    return _why_unsupported() or _why_triton_fails()
 
 
 def _why_unsupported() -> str:
@@ -211,13 +203,13 @@ def on_device(x: Tensor) -> bool:
 
 
 @lru_cache(maxsize=8)
-def compiled(source: Path, call: type[ctypes.Structure]) -> ctypes.CDLL | None:
+def compiled(source: Path) -> ctypes.CDLL | None:
     """Load the library of the .cpp file ``source``.
 
-    It is compiled once per machine with ``$CXX`` or ``c++`` into the user's cache folder. ``call``
-    is the Python equivalent of the C++ struct ``Call``.
+    It is compiled once per machine with ``$CXX`` or ``c++`` into the user's cache folder. Its
+    attribute ``Call`` is the C++ struct of that name.
     Returns: None, with a warning, if it does not compile; None if kernels are disabled.
-    Raises: LayoutError if ``Call`` or ``Tensor`` differs between C++ and Python.
+    Raises: ImportError if ``Tensor`` differs between C++ and Python. This is a bug.
     """
     if not kernels_enabled():
         return None
@@ -232,8 +224,7 @@ def compiled(source: Path, call: type[ctypes.Structure]) -> ctypes.CDLL | None:
             VARIABLE,
         )
         return None
-    check_layout(library, "tensor_fields", View)
-    check_layout(library, "call_fields", call)
+    library.Call = _call(library)
     return library
 
 
@@ -358,30 +349,29 @@ class Field(ctypes.Structure):
 
 
 KINDS = {
-    ctypes.c_int64: b"int64",
-    ctypes.c_double: b"double",
-    ctypes.c_void_p: b"pointer",
-    View: b"Tensor",
+    b"int64": ctypes.c_int64,
+    b"double": ctypes.c_double,
+    b"pointer": ctypes.c_void_p,
+    b"Tensor": View,
 }
 
 
-def check_layout(library: ctypes.CDLL, table: str, structure: type[ctypes.Structure]) -> None:
-    """Compare the fields of ``structure`` with the C++ struct that ``table`` describes.
+def _fields(library: ctypes.CDLL, table: str) -> list[tuple[str, Any]]:
+    """Return the fields of a C++ struct. ``table`` lists them; its last row has no name."""
+    rows = ctypes.pointer(Field.in_dll(library, table))
+    listed = itertools.takewhile(lambda row: row.name, map(rows.__getitem__, itertools.count()))
+    return [(row.name.decode(), KINDS[row.kind]) for row in listed]
 
-    ``table`` is an array of Field. Its last row has no name and contains the size of the struct.
-    Raises: LayoutError, naming the first difference.
+
+def _call(library: ctypes.CDLL) -> type[ctypes.Structure]:
+    """Return ``Call`` of a library; other keywords than its fields raise AttributeError.
+
+    Raises: ImportError if :class:`View` is not ``Tensor`` of vectors.h.
     """
-    names = [name for name, _ in structure._fields_]
-    rows = (Field * (len(names) + 1)).in_dll(library, table)
-    for row, (name, kind) in zip(rows, structure._fields_, strict=False):
-        place = getattr(structure, name)
-        ours = (name.encode(), KINDS[kind], place.offset, place.size)
-        theirs = (row.name, row.kind, row.offset, row.size)
-        if ours != theirs:
-            raise LayoutError(f"{structure.__name__} has {ours} in Python but {theirs} in C++")
-    last = rows[len(names)]
-    if last.name is not None or last.size != ctypes.sizeof(structure):
-        raise LayoutError(f"{structure.__name__} has a different size in C++ than in Python")
+    if _fields(library, "tensor_fields") != View._fields_:
+        raise ImportError("loader.View and Tensor of vectors.h have different fields")
+    fields = {"_fields_": _fields(library, "call_fields"), "__slots__": ()}
+    return type("Call", (ctypes.Structure,), fields)
 
 
 def view(x: Tensor | None) -> View:

@@ -178,10 +178,6 @@ class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
             share_across_layers(decoder)
         return cls(decoder)
 
-    def reset_memory(self) -> None:
-        """Clear the memory of all streams."""
-        self.decoder.memory.reset()
-
 
 @register_model("lrpe_lm_tiny", dataclass=LRPELanguageModelTinyConfig)
 class LRPELanguageModelTiny(LRPELanguageModel):

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from fairseq.distributed.utils import get_global_world_size
 from torch import Tensor, nn
 
 
@@ -15,7 +16,7 @@ class SharedBatchNorm(nn.BatchNorm1d):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Normalize rows (N, C), float32 or wider."""
-        if not self.training or not _several():
+        if not self.training or get_global_world_size() == 1:
             return super().forward(rows)
         count = rows.new_tensor([len(rows)])
         total = Sum.apply(torch.cat([rows.sum(0), count]))
@@ -46,8 +47,3 @@ class Sum(torch.autograd.Function):
     def backward(ctx: object, grad: Tensor) -> Tensor:
         """Sum the gradients of all processes."""
         return Sum.apply(grad)
-
-
-def _several() -> bool:
-    """True if this process is one of several that train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import fairseq.models
@@ -24,6 +23,7 @@ from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
+from lrpe_fairseq.compat import replace_once
 from lrpe_fairseq.encodings import (
     DEFAULT,
     ENCODINGS,
@@ -251,9 +251,7 @@ def explain_bad_options() -> None:
     merging function is replaced in both modules that import it by name.
     """
     for module in (dataclass_utils, fairseq.models):
-        merge = module.merge_with_parent
-        if getattr(merge, "func", None) is not _merge_or_explain:
-            module.merge_with_parent = partial(_merge_or_explain, merge)
+        replace_once(module, "merge_with_parent", _merge_or_explain)
 
 
 def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **keywords: Any) -> Any:

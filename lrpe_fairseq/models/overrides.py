@@ -8,7 +8,6 @@ silently ignores a name that does not occur. ``encoder_layers`` does not occur i
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,6 +18,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, open_dict
 
+from lrpe_fairseq.compat import replace_once
 from lrpe_fairseq.errors import did_you_mean, refuse
 from lrpe_fairseq.models.checks import warn_about_other_attention
 from lrpe_fairseq.models.options import options_of
@@ -29,9 +29,7 @@ HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
 
 def apply_flat_overrides() -> None:
     """Replace the function that overrides options of a checkpoint. A second call does nothing."""
-    override = checkpoint_utils.overwrite_args_by_name
-    if getattr(override, "func", None) is not _override:
-        checkpoint_utils.overwrite_args_by_name = partial(_override, override)
+    replace_once(checkpoint_utils, "overwrite_args_by_name", _override)
 
 
 def _override(original: Callable, config: DictConfig, overrides: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ sentence, images and ListOps do not.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor
 
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.datasets import EpochDataset
 from lrpe_fairseq.tasks.missing_data import single_folder
@@ -35,22 +36,15 @@ SUFFIXES = ("", "2")
 class ClassificationConfig(FairseqDataclass):
     """Options of the task."""
 
-    data: str = field(
-        default="", metadata={"help": "folder with input0/, label/ and for pairs input1/"}
+    data: str = option("", "folder with input0/, label/ and for pairs input1/")
+    num_classes: int = option(0, "number of classes, as in label/dict.txt")
+    max_positions: int = option(
+        4096, "longest input; longer ones are cut at the end, each one of a pair"
     )
-    num_classes: int = field(
-        default=0, metadata={"help": "number of classes, as in label/dict.txt"}
-    )
-    max_positions: int = field(
-        default=4096,
-        metadata={"help": "longest input; longer ones are cut at the end, each one of a pair"},
-    )
-    random_batches: bool = field(
-        default=False,
-        metadata={
-            "help": "batches of examples in random order; by default the examples of a batch have "
-            "similar lengths, which needs less padding"
-        },
+    random_batches: bool = option(
+        False,
+        "batches of examples in random order; by default the examples of a batch have similar "
+        "lengths, which needs less padding",
     )
     seed: int = II("common.seed")
 

@@ -20,9 +20,7 @@ class SizedDataset(FairseqDataset):
         """Return the tokens of examples, for ``--max-tokens``."""
         return self.sizes[indices]
 
-    def size(self, index: int) -> int:
-        """Return the tokens of an example, for fairseq's filter."""
-        return int(self.sizes[index])
+    size = num_tokens
 
 
 class EpochDataset(SizedDataset):

@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -23,11 +23,13 @@ import numpy as np
 import torch
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
+from fairseq.distributed.utils import get_global_world_size
 from fairseq.tasks import register_task
 from omegaconf import II
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.image_files import read_image, rows_and_columns
 from lrpe_fairseq.models.options import one_sentence_errors
@@ -46,26 +48,22 @@ ROUND = 256
 Transform = Callable[[Any], Tensor]
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class ImagesConfig(FairseqDataclass):
     """Options of the task. The defaults of augmentation are DeiT's."""
 
-    data: str = _option("", "folder with label/dict.txt and train.tsv, as of data-prep/imagenet")
-    num_classes: int = _option(0, "number of classes, as in label/dict.txt")
-    image_size: str = _option(
+    data: str = option("", "folder with label/dict.txt and train.tsv, as of data-prep/imagenet")
+    num_classes: int = option(0, "number of classes, as in label/dict.txt")
+    image_size: str = option(
         "224", "pixels that the model reads: rows x columns, as 288x224, or one number for both"
     )
-    no_augmentation: bool = _option(False, "train on central crops, without timm")
-    color_jitter: float = _option(0.4, "brightness, contrast and saturation; not with RandAugment")
-    auto_augment: str = _option("rand-m9-mstd0.5-inc1", "timm's policy; empty: none")
-    random_erasing: float = _option(0.25, "probability to erase a rectangle")
-    mixup: float = _option(0.8, "alpha of mixup; 0: none")
-    cutmix: float = _option(1.0, "alpha of cutmix, half of the batches if there is mixup; 0: none")
-    repeats: int = _option(
+    no_augmentation: bool = option(False, "train on central crops, without timm")
+    color_jitter: float = option(0.4, "brightness, contrast and saturation; not with RandAugment")
+    auto_augment: str = option("rand-m9-mstd0.5-inc1", "timm's policy; empty: none")
+    random_erasing: float = option(0.25, "probability to erase a rectangle")
+    mixup: float = option(0.8, "alpha of mixup; 0: none")
+    cutmix: float = option(1.0, "alpha of cutmix, half of the batches if there is mixup; 0: none")
+    repeats: int = option(
         1, "repeated augmentation: copies of an image in one update, in different batches"
     )
     seed: int = II("common.seed")
@@ -130,7 +128,7 @@ class LRPEImagesTask(ClassTask):
         )
 
     def _order(self, images: int, mixed: bool) -> "UpdateOrder":
-        cfg, batches = self.cfg, self.cfg.update_freq[0] * _processes()
+        cfg, batches = self.cfg, self.cfg.update_freq[0] * get_global_world_size()
         if not cfg.batch_size or (mixed and cfg.batch_size % 2):
             refuse(
                 "mixup, cutmix and --repeats need --batch-size, an even number with the first two"
@@ -173,13 +171,6 @@ class LRPEImagesTask(ClassTask):
     def image_size(self) -> str:
         """Rows and columns of an image, as the option has them."""
         return self.cfg.image_size
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()
 
 
 def read_index(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,13 +1,13 @@
 """One sentence for a data folder that cannot be read, instead of a traceback or other data."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fairseq.tasks
 from fairseq import utils
 
+from lrpe_fairseq.compat import replace_once
 from lrpe_fairseq.errors import refuse
 
 
@@ -22,9 +22,7 @@ def single_folder(data: str, reader: str) -> Path:
 
 def explain_missing_data() -> None:
     """Replace ``fairseq.tasks.setup_task``. A second call does nothing."""
-    setup = fairseq.tasks.setup_task
-    if getattr(setup, "func", None) is not _setup_or_explain:
-        fairseq.tasks.setup_task = partial(_setup_or_explain, setup)
+    replace_once(fairseq.tasks, "setup_task", _setup_or_explain)
 
 
 def _setup_or_explain(setup: Callable, *arguments: Any, **keywords: Any) -> Any:

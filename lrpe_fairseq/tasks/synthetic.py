@@ -7,7 +7,7 @@ targets are padding.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
@@ -20,6 +20,7 @@ from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.datasets import SizedDataset
 from lrpe_fairseq.tasks.missing_data import single_folder
@@ -32,12 +33,9 @@ LONGEST = 16384
 class SyntheticConfig(FairseqDataclass):
     """Options of the task. The last two are fields that fairseq's language models read."""
 
-    data: Optional[str] = field(  # fairseq's argument parser cannot read `str | None`
-        default=None, metadata={"help": "bin/ of data-prep/synthetic"}
-    )
-    max_target_positions: int = field(
-        default=LONGEST, metadata={"help": "longest sequence of any split, in tokens"}
-    )
+    # fairseq's argument parser cannot read `str | None`
+    data: Optional[str] = option(None, "bin/ of data-prep/synthetic")
+    max_target_positions: int = option(LONGEST, "longest sequence of any split, in tokens")
     tokens_per_sample: int = II("task.max_target_positions")
     add_bos_token: bool = False
 

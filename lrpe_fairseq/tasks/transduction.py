@@ -5,7 +5,7 @@ Generation is fairseq's own. The positions of generated nodes follow from the to
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from torch import Tensor
 
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.translation import LRPETransformer
@@ -35,26 +36,19 @@ DECODED = ("samples", "tokens", "correct", "exact")
 class TransductionConfig(TranslationConfig):
     """Options of ``translation``, the positions of attention and the tokens to score."""
 
-    node_positions: bool = field(
-        default=False,
-        metadata={
-            "help": "attention uses the stored codes of tree nodes instead of counting tokens"
-        },
+    node_positions: bool = option(
+        False, "attention uses the stored codes of tree nodes instead of counting tokens"
     )
-    scored_tokens: ChoiceEnum(SCORED) = field(  # type: ignore[valid-type]
-        default="all",
-        metadata={
-            "help": "target tokens in teacher_ppl, token_accuracy and exact_match: all; no-end "
-            "leaves out the end of sentence (trees of the paper); inner also leaves out the first "
-            "token (repeat and reverse of the paper)"
-        },
+    scored_tokens: ChoiceEnum(SCORED) = option(  # type: ignore[valid-type]
+        "all",
+        "target tokens in teacher_ppl, token_accuracy and exact_match: all; no-end leaves out the "
+        "end of sentence (trees of the paper); inner also leaves out the first token (repeat and "
+        "reverse of the paper)",
     )
-    decode_samples: int = field(
-        default=0,
-        metadata={
-            "help": "validation also decodes the first N samples of a split greedily, without the "
-            "true prefix, and reports decoded_token_accuracy and decoded_exact_match"
-        },
+    decode_samples: int = option(
+        0,
+        "validation also decodes the first N samples of a split greedily, without the true prefix, "
+        "and reports decoded_token_accuracy and decoded_exact_match",
     )
 
 

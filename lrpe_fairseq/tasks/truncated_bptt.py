@@ -5,7 +5,7 @@ of the batches differs from fairseq's ``language_modeling``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 from torch import Tensor
 
+from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.language_model import LRPELanguageModel
 from lrpe_fairseq.models.options import one_sentence_errors
@@ -43,12 +44,10 @@ ONLY = {  # with other values batches would not be consecutive segments
 class TruncatedBPTTConfig(LanguageModelingConfig):
     """Options of ``language_modeling``. ``tokens_per_sample`` is the length of a segment."""
 
-    reset_at_documents: Optional[str] = field(
-        default=None,
-        metadata={
-            "help": "folder with {split}.tsv, whose lines begin with the number of each document's "
-            "first line; tokens do not attend to earlier documents"
-        },
+    reset_at_documents: Optional[str] = option(
+        None,
+        "folder with {split}.tsv, whose lines begin with the number of each document's first line; "
+        "tokens do not attend to earlier documents",
     )
     update_freq: List[int] = II("optimization.update_freq")  # noqa: UP006
     train_subset: str = II("dataset.train_subset")

@@ -161,13 +161,13 @@ def test_other_batches_read_the_rest_of_the_epoch_or_are_refused(task, data, mon
     cases = CASES if task == "language_modeling" else FEW
     for name, shuffle in product(cases, (True, False)):
         before, after, when = CASES[name]
-        monkeypatch.setattr(images, "_processes", lambda chosen=before: chosen.processes)
+        monkeypatch.setattr(images, "get_global_world_size", lambda chosen=before: chosen.processes)
         trainer = prepared(config, before)
         made, saved_with = iterators(trainer), compat._batches_in(config)
         every, first = read(made, shuffle), read(iterators(trainer), shuffle, before.frequency)
         made[0]._cur_epoch_itr.n = before.frequency
         place = made[0].state_dict()
-        monkeypatch.setattr(images, "_processes", lambda chosen=after: chosen.processes)
+        monkeypatch.setattr(images, "get_global_world_size", lambda chosen=after: chosen.processes)
         trainer = prepared(config, after)
         goes_on = when >= (ALWAYS if place["shuffle"] else IN_ORDER)
         if goes_on and not (task in IN_UPDATES and name in OTHER_UPDATES):

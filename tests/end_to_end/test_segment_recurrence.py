@@ -259,7 +259,7 @@ def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(corpu
     epoch = predictions(model, read)
     assert_equal(predictions(model, read), epoch)
     forgetful, _ = built(corpus, memory=0)
-    model.reset_memory()
+    model.decoder.memory.reset()
     assert_equal(predictions(model, [read[1]]), predictions(forgetful, [read[1]]))
     assert "no memory is stored for the text before" in caplog.text
     predictions(model, [read[0]])

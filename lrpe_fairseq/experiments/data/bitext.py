@@ -5,7 +5,6 @@ A path without a language suffix names both sides: ``text/train`` means ``text/t
 Table 7 of the LRPE paper.
 """
 
-import argparse
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,10 +20,8 @@ def arguments(
     description: str, argv: Sequence[str] | None, vocab_size: int = 4000, **flags: str
 ) -> dict[str, Any]:
     """Parse the options of a parallel-text script: dest, vocab_size, from_dir, workers, flags."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--dest", type=Path, required=True, help="output folder")
+    parser = prep.parser(description, "folder with the source files")
     parser.add_argument("--vocab-size", type=int, default=vocab_size, help="number of pieces")
-    parser.add_argument("--from", dest="from_dir", type=Path, help="folder with the source files")
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
     for name, text in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)

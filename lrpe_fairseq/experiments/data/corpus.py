@@ -10,6 +10,7 @@ fairseq is imported only to binarize.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import gzip
@@ -51,6 +52,15 @@ COMPRESSED = (zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile, 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 ATTEMPTS = 3  # per address
 USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
+
+
+def parser(description: str, source: str = "") -> argparse.ArgumentParser:
+    """Return a script's parser with ``--dest`` and, if ``source`` describes it, ``--from``."""
+    own = argparse.ArgumentParser(description=description.split("\n")[0])
+    own.add_argument("--dest", type=Path, required=True, help="output folder")
+    if source:
+        own.add_argument("--from", dest="from_dir", type=Path, help=source)
+    return own
 
 
 def say(message: str) -> None:

@@ -71,25 +71,17 @@ class Scale:
 SCALES = {
     "small": Scale(
         {"train": 64_000, "valid": 512, "test": 256},
-        {"copy": 16, "reverse": 16, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32}
-        | {"grid": 8},
-        symbols=20,
-        keys=32,
-        most=10,
-        width=8,
-        colors=8,
+        {"copy": 16, "reverse": 16, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32,
+         "grid": 8},
+        symbols=20, keys=32, most=10, width=8, colors=8,
     ),
     "tiny": Scale(
         {"train": 256, "valid": 64, "test": 64},
-        {"copy": 8, "reverse": 8, "mqar": 32, "mqrar": 32, "flip-flop": 32, "counting": 16}
-        | {"grid": 6},
-        symbols=6,
-        keys=8,
-        most=4,
-        width=6,
-        colors=4,
+        {"copy": 8, "reverse": 8, "mqar": 32, "mqrar": 32, "flip-flop": 32, "counting": 16,
+         "grid": 6},
+        symbols=6, keys=8, most=4, width=6, colors=4,
     ),
-}
+}  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- tasks
 
