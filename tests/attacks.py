@@ -288,7 +288,7 @@ REFUSED = {  # by run_table
     "table2 --rows $(id)": r"table table2 has no row '\$\(id\)'; it has Base",
     "table2 --rows T5 --attention linear": "no cell of table table2 has these --rows, ",
     "table2 --scale huge": "table2 has no scale 'huge'; it has small, annealed, paper",
-    "table4 --scale newstest --rows Base T5": "no row 'T5'; it has Base; Type2",
+    "table4 --scale mixed --rows Base T5": "no row 'T5'; it has Base; RoPE; PER",
     "budget --columns 600": "no column '600' at scale annealed; it has 1,800; 5,400",
     "grid --datasets digits": "no data set 'digits' at scale small; it has synthetic-",
     "nothing": "there is no table nothing; there are ape-sequences, ",

@@ -25,7 +25,6 @@ FEWER = {  # configuration -> GPUs of 8 that are used
     "wikitext2-annealed": 4,
     "multi30k": 4,  # a sentence may have as many tokens as the batches of 4 GPUs
     "multi30k-annealed": 4,
-    "newstest": 4,
     "wmt14-en-de": 4,
 }
 

@@ -67,7 +67,6 @@ def events(tmp_path):
 
 TEST_SETS = {  # of data with other splits than train, valid and test
     "multi30k": set(multi30k.FILES),
-    "newstest": {"train", *newstest.HELD_OUT},
     "mixed-en-de": {"train", *newstest.HELD_OUT, "test1"},
     "wmt14-en-de": {"train", *wmt14.HELD_OUT},
     **{f"synthetic-{t}-small": set(Recipe(t, "small").splits) for t in synthetic.TASKS},

@@ -34,7 +34,7 @@ def test_a_page_has_verdict_picture_grid_and_files(root):
     assert text.startswith("# Demo\n\nA table.\n")
     assert (
         "- Linear attention, valid, 3 seeds: `permuteformer, layernorm` 40.30 is best, better than "
-        "all others. 3 of 3 are better than the baseline `none, sinusoidal` 60.30. Rank "
+        "all others. Better than the baseline `none, sinusoidal` 60.30: 3 of 3. Rank "
         "correlation with the paper: 0.80 over 4 rows."
     ) in flat
     assert "![Ours against the paper](figures/demo-wikitext-2-small.png)" in text
@@ -48,7 +48,7 @@ def test_a_page_has_verdict_picture_grid_and_files(root):
     ("encoding", "said"),
     [
         ("none", "Not ordered, because its seeds vary too much: the baseline `none, sinusoidal`"),
-        ("rope", "2 of 2 are better than the baseline `none, sinusoidal` 60.30. Not ordered, "
+        ("rope", "Better than the baseline `none, sinusoidal` 60.30: 2 of 2. Not ordered, "
          "because its seeds vary too much: `rope`"),
     ],
 )  # fmt: skip

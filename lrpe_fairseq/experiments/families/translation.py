@@ -92,7 +92,6 @@ class TranslationRun(EncoderDecoderRun):
     configs: ClassVar[str] = "translation"
     data_scripts: ClassVar[Mapping[str, str]] = {
         "multi30k": "data-prep/multi30k/prepare.py",
-        "newstest": "data-prep/newstest/prepare.py",
         "mixed-en-de": "data-prep/newstest/prepare.py --mixed --vocab-size 10000",
         "wmt14-en-de": "data-prep/wmt14-en-de/prepare.py",
     }

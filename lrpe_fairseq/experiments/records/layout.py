@@ -201,17 +201,14 @@ def _repeat(column: dict[str, Any]) -> list[dict[str, Any]]:
     if "for" not in column:
         return [column]
     choices = [
-        [{name: value, f"{name} title": title} for value, title in _titled(values).items()]
+        [{name: value, f"{name} title": title} for value, title in titled.items()]
         for name, values in column.pop("for").items()
+        for titled in [values if isinstance(values, dict) else {v: v for v in values}]
     ]
     return [
         _filled(column, {name: text for choice in combination for name, text in choice.items()})
         for combination in itertools.product(*choices)
     ]
-
-
-def _titled(values: list[Any] | dict[Any, str]) -> dict[Any, str]:
-    return values if isinstance(values, dict) else {value: value for value in values}
 
 
 def _filled(content: Any, texts: dict[str, Any]) -> Any:

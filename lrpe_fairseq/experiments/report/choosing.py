@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.layout import ANY, Table
 from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
@@ -78,8 +79,8 @@ def _values(results: Results) -> dict[str, Callable]:
     return {
         "expect": expect,
         "column": results.column,
-        "length": partial(_length, results),
-        "recall": partial(_recall, results),
+        "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),
+        "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),
         "speed": partial(speed.speed, results.root, "cuda"),
         "cpu_speed": partial(speed.speed, results.root, "cpu"),
     }
@@ -92,14 +93,6 @@ def expect(supported: bool) -> str:
             f"the runs do not support a sentence of README or {PAGE}: rewrite its template"
         )
     return ""
-
-
-def _length(results: Results, attention: str, place: int) -> ColumnView:
-    return results.column("extrapolation", f"{attention}-paired-{place}")
-
-
-def _recall(results: Results, attention: str, place: int) -> ColumnView:
-    return results.column("synthetic", f"{attention}-mqar-tokens-{place}x")
 
 
 # --- statements ----------------------------------------------------------------------------------
@@ -145,6 +138,8 @@ def index(results: Results) -> str:
         if (own := [results.tables[name] for name in names if results.sheets_of(name)])
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
+    path = results.root / "results" / "false-orders.json"
+    values["false_orders"] = read_json(path)["false_orders"] if path.exists() else None
     return markdown.rendered("results.md.j2", **values)
 
 

@@ -77,7 +77,7 @@ def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
         "dataset": sheet.dataset,
         "verdict": verdict(sheet.table, views),
         "picture": picture(sheet) if has_picture(views) else "",
-        "caption": "Ours against the paper" if _against_paper(views) else "All rows",
+        "caption": "Ours against the paper" if _against_paper(views) else "Values",
         "grid": grid(sheet.table, views),
     }
 
@@ -88,7 +88,8 @@ def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
 def verdict(table: Table, views: Iterable[ColumnView]) -> str:
     """Return what the headline columns say, a sentence or two each."""
     rows = table.compare == "rows"
-    lines = [_rows(table, view) for view in views] if rows else _changes(views)
+    several = (view for view in views if len(view.ranked()) != 1)  # the table says one
+    lines = [_rows(table, view) for view in several] if rows else _changes(views)
     return "\n".join(f"- {line}" for line in lines if line)
 
 
@@ -104,7 +105,7 @@ def _rows(table: Table, view: ColumnView) -> str:
     stable = [row for row in ranked if row not in view.unstable]
     if base in stable and best != base:
         better, others = len(view.better_than(base)), len(stable) - 1
-        text += f" {better} of {others} are better than the baseline {view.named(base)}."
+        text += f" Better than the baseline {view.named(base)}: {better} of {others}."
     return text + _not_ordered(view) + rank_correlation(view)
 
 
@@ -155,7 +156,7 @@ def _changes(views: Iterable[ColumnView]) -> list[str]:
         if len(first.rows) == 1:  # the table says it
             continue
         found = [text for view in others if (text := _change(first, view))]
-        lines += [f"{_place(first)}, against it: {'; '.join(found)}."] if found else []
+        lines += [f"{_place(first, 'relative to ')}: {'; '.join(found)}."] if found else []
     return lines
 
 
@@ -167,8 +168,8 @@ def _change(first: ColumnView, view: ColumnView) -> str:
     return f"{view.column.title} {changes[0]:+.1f} to {changes[-1]:+.1f} % ({len(rows)} rows)"
 
 
-def _place(view: ColumnView) -> str:
-    kind, title = view.column.attention, view.column.title
+def _place(view: ColumnView, before: str = "") -> str:
+    kind, title = view.column.attention, before + view.column.title
     return title.capitalize() if kind == ANY else f"{kind.capitalize()} attention, {title}"
 
 
@@ -234,7 +235,9 @@ def _against_paper(views: Iterable[ColumnView]) -> list[ColumnView]:
     return [
         view
         for view in views
-        if view.column.comparable and sum(row in view.paper for row in view.ranked()) >= FEWEST
+        if view.column.comparable
+        and not (view.table.page and view.table.compare == "columns")  # its columns are the subject
+        and sum(row in view.paper for row in view.ranked()) >= FEWEST
     ]
 
 

@@ -66,7 +66,7 @@ def save(figure: Any, path: Path) -> None:
 
 def style(method: str) -> dict[str, Any]:
     """Return color, marker and dash of a method; hollow: gates, half: path and selective."""
-    encoding, *variant = method.split(", ")
+    encoding, *variant = method.rstrip("*").partition(" (")[0].split(", ")
     name = public_name(
         encoding.removeprefix("gated:").removeprefix("path:").removeprefix("selective:")
     )
@@ -97,18 +97,21 @@ def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, li
 
 def dots(path: Path, panels: Sequence[Panel]) -> None:
     """Draw a row per method: mean, and a line over the seeds. rows: method -> their values."""
-    tallest = max(len(panel.rows) for panel in panels)
+    labels = [[name.replace(" (", "\n(") for name in panel.rows] for panel in panels]
+    tallest = max(len("\n".join(names).splitlines()) for names in labels)
     figure, every = _axes(panels, 5.2, 1.2 + 0.2 * tallest)
-    for axes, panel in zip(every, panels, strict=True):
+    for axes, panel, names in zip(every, panels, labels, strict=True):
         points = [point(0, values) for values in panel.rows.values()]
         for place, (method, (_, mean, low, high)) in enumerate(
             zip(panel.rows, points, strict=True)
         ):
             spread = [[mean - low], [high - mean]]
             axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **style(method))
-        axes.set_yticks(range(len(points)), list(panel.rows), fontsize=8)
+        axes.set_yticks(range(len(points)), names, fontsize=8)
         axes.set_ylim(len(points) - 0.5, -0.5)
         _scale(axes, [mean for _, mean, *_ in points], panel.kind, "x")
+        if points[0][1] > 10_000:
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M")
     save(figure, path)
 
 

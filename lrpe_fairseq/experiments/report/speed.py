@@ -18,6 +18,7 @@ RESULTS = "results/bench"
 DEVICES = ("cpu", "cuda")
 MISSING = "not&nbsp;measured"
 AXES = {"seconds_per_token": ("microseconds per token", 1e6), "peak_mb": ("peak memory, MB", 1)}
+FORMS = {"sdpa": "SDPA", "naive": "T x T form"}
 Row = dict[str, Any]
 
 
@@ -159,13 +160,13 @@ def draw(path: Path, rows: list[Row]) -> None:
     for axes, (key, (title, unit)) in zip(figure.subplots(1, 2), AXES.items(), strict=True):
         for name in dict.fromkeys(row["contestant"] for row in rows):
             own = [(row["length"], row[key] * unit) for row in rows if row["contestant"] == name]
-            axes.plot(*zip(*own, strict=True), marker=".", label=name)
+            axes.plot(*zip(*own, strict=True), marker=".", label=FORMS.get(name, name))
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", xlabel="T, tokens", ylabel=title)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+        axes.legend(fontsize="small")
     plots.save(figure, path)
 
 
