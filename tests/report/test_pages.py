@@ -95,7 +95,7 @@ def test_columns_are_compared_with_the_first_where_the_table_says_so(root):
         test = {"blocks": {"ppl": both["valid"]["blocks"]["ppl"] * 1.1}}
         save(root, encoding, 1, {**both, "test": test})
     text = " ".join(rendered(root)["results/demo.md"].split())
-    assert "Linear attention, valid, against it: test +9.7 to +9.7 % (2 rows)." in text
+    assert "Linear attention, relative to valid: test +9.7 to +9.7 % (2 rows)." in text
 
 
 def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
