@@ -186,14 +186,11 @@ LINEAR = tuple(f"lrpe_fairseq.kernels.{name}_triton" for name in ("causal", "swe
 def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Yield every form of linear attention, wide states, and float32 in place of ``dtype``."""
     gates = torch.zeros(1, HEADS, TIME).requires_grad_()
-    numbers = torch.zeros(1, TIME, dtype=torch.int32)
-    decays = {"": (None, None), " gates": (gates, None), " documents": (None, numbers)}
-    decays[" gates documents"] = gates, numbers
-    own = {"normalized" + name: ("normalized", *given) for name, given in decays.items()}
-    own |= {wanted: (wanted, None, None) for wanted in ("sums", "numerator")}
+    own = {wanted: (wanted, None) for wanted in ("normalized", "sums", "numerator")}
+    own["normalized gates"] = "normalized", gates
     for name, given in own.items():
         yield f"{name}, 64/64", partial(_sweep, dtype, 1, *given)
-    for name in ("normalized", "normalized gates documents"):
+    for name in ("normalized", "normalized gates"):
         yield f"{name} in parts, 64/64", partial(_sweep, dtype, 100, *own[name])
     yield "full, 64/64", partial(_sums, causal_triton.full_sums, dtype, (64, 64))
     wide = {"128/64": (dtype, (128, 64)), "128/128": (dtype, (128, 128))}
@@ -210,11 +207,10 @@ def _sums(form: Callable, dtype: torch.dtype, widths: tuple[int, int], *decay: A
     out.backward(out.detach())
 
 
-def _sweep(dtype: torch.dtype, programs: int, wanted: str, gates: Any, numbers: Any) -> None:
+def _sweep(dtype: torch.dtype, programs: int, wanted: str, gates: Any) -> None:
     sweep_triton.PROGRAMS = programs
-    out, denominator = sweep_triton.causal_sums(
-        *(_row(dtype, 64) for _ in "qkv"), wanted, gates, 1e-6, numbers
-    )
+    rows = (_row(dtype, 64) for _ in "qkv")
+    out, denominator = sweep_triton.causal_sums(*rows, wanted, gates, 1e-6)
     given = [x for x in (out, denominator) if x is not None]
     torch.autograd.backward(given, [x.detach() for x in given])
 

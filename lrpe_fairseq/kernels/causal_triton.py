@@ -476,26 +476,10 @@ def _store_state(base, x, sequence, n, N, d, e, D: tl.constexpr, E: tl.constexpr
 
 @triton.jit(do_not_specialize=SIZES)
 def _scan_kernel(
-    a_ptr,
-    b_ptr,
-    weight_ptr,
-    state_ptr,
-    key_ptr,
-    decay_ptr,
-    T,
-    N,
-    H,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEYS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    a_ptr, b_ptr, weight_ptr, state_ptr, key_ptr, decay_ptr, T, N, H, D: tl.constexpr,
+    E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr, KEYS: tl.constexpr, WEIGHTED: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
     """Compute one block of the states of one sequence, chunk by chunk."""
     sequence = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -525,22 +509,10 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "each"])
 def _total_kernel(
-    a_ptr,
-    b_ptr,
-    weight_ptr,
-    state_ptr,
-    key_ptr,
-    T,
-    each,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEYS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
+    a_ptr, b_ptr, weight_ptr, state_ptr, key_ptr, T, each, D: tl.constexpr, E: tl.constexpr,
+    C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
     """Compute one block of the sums over ``each`` chunks of one sequence."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) % tl.cdiv(E, BE)
@@ -573,17 +545,9 @@ def _key(key_ptr, sequence, n, N, d, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _output_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, key_ptr, decay_ptr, out_ptr, denominator_ptr,
-    T, N, H, eps,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEYS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, state_ptr, key_ptr, decay_ptr, out_ptr, denominator_ptr, T, N, H, eps,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    DECAYS: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, NORMALIZE: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of columns of the results of one chunk."""
@@ -666,18 +630,10 @@ def _store_products(product_ptr, x, row, t, inside, T, DECAYS: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, g_ptr,
-    state_ptr, key_ptr, after_ptr, key_after_ptr, decay_ptr, grad_q_ptr, grad_k_ptr, product_ptr,
-    T, N, H,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEYS: tl.constexpr,
-    FULL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, g_ptr, state_ptr, key_ptr, after_ptr, key_after_ptr, decay_ptr,
+    grad_q_ptr, grad_k_ptr, product_ptr, T, N, H, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of columns of dq, dk and, for gates, q . dq - k . dk of one chunk."""
     n, block, sequence = _place(T, D, C, BD)
@@ -710,24 +666,10 @@ def _key_gradient_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _value_gradient_kernel(
-    q_ptr,
-    k_ptr,
-    grad_ptr,
-    after_ptr,
-    decay_ptr,
-    grad_v_ptr,
-    T,
-    N,
-    H,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    DECAYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FULL: tl.constexpr,
-):
+    q_ptr, k_ptr, grad_ptr, after_ptr, decay_ptr, grad_v_ptr, T, N, H, D: tl.constexpr,
+    E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     """Compute one block of columns of the gradient of v of one chunk."""
     n, block_of_e, sequence = _place(T, E, C, BE)
     e = block_of_e * BE + tl.arange(0, BE)

@@ -76,19 +76,15 @@ def causal_sums(
     wanted: str,
     log_decay: Tensor | None,
     eps: float,
-    segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`causal.definition` of q, k and v of one dtype.
 
-    Args: segments: int32 (B, T), numbers of packed documents. The sums start anew where the number
-        changes.
     Returns: the result (B, H, T, E), see :func:`result_type` (quotients saturate float16 at 1/64
         of its range); and the denominators for "sums".
     """
     if log_decay is not None and log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
-    segments = None if segments is None else segments.int().contiguous()
-    out, denominator = _Sweep.apply(*map(straight, (q, k, v)), log_decay, segments, wanted, eps)
+    out, denominator = _Sweep.apply(*map(straight, (q, k, v)), log_decay, wanted, eps)
     return out, denominator if wanted == "sums" else None
 
 
@@ -190,12 +186,11 @@ class _Sweep(torch.autograd.Function):
     """(result, denominator) with a hand-written gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, segments, wanted, eps):
-        decays = log_decay is not None or segments is not None
-        call = _Call(q, v, wanted, eps, decays, ctx.needs_input_grad[3])
+    def forward(ctx, q, k, v, log_decay, wanted, eps):
+        call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
         out = result_like(q, v.shape[3], result_type(v, wanted))
         denominator = call.vector(q.shape[2])
-        logs = _sums_of_logarithms(call, log_decay, segments) if decays else q
+        logs = _sums_of_logarithms(call, log_decay) if call.decays else q
         states = whole = q  # not read
         if call.parts > 1:
             width = q.shape[3] * (v.shape[3] + 1)
@@ -205,7 +200,7 @@ class _Sweep(torch.autograd.Function):
         rest = (logs, denominator, states, eps)
         call.launch("forward", *with_strides(q, k, v, out), *rest, **call.modes)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
-        ctx.save_for_backward(q, k, v, log_decay, segments, logs, states, whole, *kept)
+        ctx.save_for_backward(q, k, v, log_decay, logs, states, whole, *kept)
         ctx.settings = wanted, eps
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*([] if wanted == "sums" else [denominator]))
@@ -214,60 +209,44 @@ class _Sweep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_denominator):
         if grad is None and grad_denominator is None:
-            return (None,) * 7
-        q, _, v, log_decay, segments, *kept = ctx.saved_tensors
+            return (None,) * 6
+        q, _, v, log_decay, *kept = ctx.saved_tensors
         wanted, eps = ctx.settings
         if grad is None:
             grad = v.new_zeros((), dtype=torch.float32).expand(*q.shape[:3], v.shape[3])
         if wanted == "sums" and grad_denominator is None:
             grad_denominator = grad.new_zeros(q.shape[:3])
         if torch.is_grad_enabled():
-            return *_gradients_as_graph(ctx, grad, grad_denominator), None, None, None
-        decays = log_decay is not None or segments is not None
-        call = _Call(q, v, wanted, eps, decays, ctx.needs_input_grad[3])
+            return *_gradients_as_graph(ctx, grad, grad_denominator), None, None
+        call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
         *grads, found = _gradients(
             call, *ctx.saved_tensors[:3], straight(grad), grad_denominator, *kept
         )
         if found is not None:
             found = found.unflatten(0, q.shape[:2]).to(log_decay.dtype)
-        return *grads, found, None, None, None
+        return *grads, found, None, None
 
 
-def _sums_of_logarithms(call: _Call, gates: Tensor | None, segments: Tensor | None) -> Tensor:
+def _sums_of_logarithms(call: _Call, gates: Tensor) -> Tensor:
     """Return the sums (L, N, 2, SPAN) of the logarithms of a decay; see ``_logarithms_kernel``."""
     _, heads, time, _ = call.q.shape
     logs = call.vector(cdiv(time, SPAN), 2, SPAN)
-    constants = {"GATES": gates is not None, "SEGMENTS": segments is not None, "num_warps": 2}
-    given = with_strides(call.q if gates is None else gates.detach())
-    rest = (call.q if segments is None else segments, logs, time, heads)
-    launch(_logarithms_kernel, logs.shape[:2], *given, *rest, **constants)
+    given = (*with_strides(gates.detach()), logs, time, heads)
+    launch(_logarithms_kernel, logs.shape[:2], *given, num_warps=2)
     return logs
 
 
 def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> list[Tensor | None]:
     """Return the gradients of a call with their graph, for second derivatives."""
-    (wanted, eps), segments = ctx.settings, ctx.saved_tensors[4]
+    wanted, eps = ctx.settings
 
     def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
-        if segments is not None:
-            log_decay = with_cuts(log_decay, segments, q.shape[1])
         rows = (x.float() for x in (q, k, v))
         found = causal.present(*causal.definition(*rows, wanted, log_decay, eps))
         return tuple(narrow(x, grad.dtype) for x in found)
 
     grads = causal.present(grad, grad_denominator)
     return gradients_of(definition, ctx.saved_tensors[:4], ctx.needs_input_grad[:4], grads)
-
-
-def with_cuts(log_decay: Tensor | None, segments: Tensor, heads: int) -> Tensor:
-    """Return the decay per token (B, H, T) that removes the state where ``segments`` change."""
-    cuts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)).unsqueeze(1)
-    if log_decay is None:
-        log_decay = torch.zeros(1, device=segments.device)
-    if log_decay.dim() == 1:
-        log_decay = log_decay[None, :, None]
-    log_decay = log_decay.expand(len(segments), heads, segments.shape[1])
-    return log_decay.masked_fill(cuts, -1000.0)
 
 
 def _gradients(
@@ -321,22 +300,14 @@ SIZES = ["T", "H", "each"]
 
 
 @triton.jit(do_not_specialize=["gb", "gh", "gt", "T", "H"])
-def _logarithms_kernel(
-    gate_ptr, gb, gh, gt, segment_ptr, log_ptr, T, H, GATES: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+def _logarithms_kernel(gate_ptr, gb, gh, gt, log_ptr, T, H):
     """Write the sums of logarithms up to each token of a block (L, N, 2, BLOCK): the exact part,
     and the rest. Program 1 is the block."""
     sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
-    t, log = block * BLOCK + place, tl.zeros((BLOCK,), tl.float32)
-    if GATES:
-        at = head(gate_ptr, sequence, H, gb, gh) + t.to(tl.int64) * gt
-        log = tl.load(at, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
-    if SEGMENTS:
-        segment_ptr += sequence // H * T
-        own = tl.load(segment_ptr + t, mask=t < T, other=0)
-        before = tl.load(segment_ptr + t - 1, mask=(t > 0) & (t < T), other=0)
-        log = tl.where(own == before, log, LOWEST)
+    t = block * BLOCK + place
+    at = head(gate_ptr, sequence, H, gb, gh) + t.to(tl.int64) * gt
+    log = tl.load(at, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
     log = tl.maximum(log, LOWEST)
     step = tl.ceil(log * GRID) / GRID
     log_ptr += (sequence * tl.num_programs(1) + block) * 2 * BLOCK + place

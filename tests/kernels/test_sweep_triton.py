@@ -29,17 +29,13 @@ SHAPES = [(1, 32, 32), (17, 24, 16), (70, 64, 64), (50, 128, 64), (130, 20, 48),
 """Time, key width and value width."""
 
 
-def definition(q, k, v, wanted, log_decay, eps, segments=None, causal=True):
+def definition(q, k, v, wanted, log_decay, eps, causal=True):
     """The T x T matrix. A decay of 0 or less than e^-1000 is the same."""
     scores = q @ k.mT
     if log_decay is not None:
         rate = log_decay if log_decay.dim() == 3 else log_decay[None, :, None].expand(q.shape[:3])
         total = rate.clamp_min(-1e3).cumsum(-1)
         scores = scores * (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
-    if segments is not None:
-        run = (segments[:, 1:] != segments[:, :-1]).cumsum(-1)
-        run = torch.nn.functional.pad(run, (1, 0))
-        scores = scores * (run[:, None, :, None] == run[:, None, None, :])
     scores = scores.tril() if causal else scores
     out, denominator = scores @ v, scores.sum(-1)
     if wanted == "normalized":
@@ -50,7 +46,7 @@ def definition(q, k, v, wanted, log_decay, eps, segments=None, causal=True):
 full_definition = partial(definition, causal=False)
 
 
-def full_sums(q, k, v, wanted, log_decay, eps, segments):
+def full_sums(q, k, v, wanted, log_decay, eps):
     return full_triton.full_sums(q, k, v, wanted, eps)
 
 
@@ -64,40 +60,37 @@ def decay_of(kind, batch, time):
     return gates if kind == "token" else None
 
 
-def example(time, keys, values, dtype, decay=None, documents=False, batch=None):
-    """q and k positive, all views of (B, T, H, .); the decay; the numbers of the documents."""
+def example(time, keys, values, dtype, decay=None, batch=None):
+    """q and k positive, all views of (B, T, H, .); the decay."""
     torch.manual_seed(time)
     batch = batch or (BATCH if time < 40 else 1)
     widths = (keys, keys, values)
     rows = (torch.randn(batch, time, HEADS, w).to(dtype) for w in widths)
     q, k, v = (stored(x).transpose(1, 2) for x in rows)
     q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
-    segments = None
-    if documents:
-        segments = (torch.rand(batch, time) < 0.1).cumsum(-1).remainder(3).int().to(DEVICE)
     rate = decay_of(decay, batch, time)
     leaves = [x.to(dtype) for x in (q, k, v)] + ([] if rate is None else [rate])
-    return [x.to(DEVICE) for x in leaves], segments
+    return [x.to(DEVICE) for x in leaves]
 
 
-def results(form, leaves, wanted, segments, dtype=None):
+def results(form, leaves, wanted, dtype=None):
     """Return the results and the gradients of a weighted sum of their elements."""
     own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
     q, k, v, *rest = own
-    found = form(q, k, v, wanted, rest[0] if rest else None, EPS, segments)
+    found = form(q, k, v, wanted, rest[0] if rest else None, EPS)
     found = [x for x in found if x is not None]
     torch.manual_seed(0)
     weights = [torch.randn(x.shape).to(leaves[0].dtype).to(x) for x in found]
     return [*found, *torch.autograd.grad(found, own, weights)]
 
 
-def errors(leaves, wanted, segments, form=sweep_triton.causal_sums, reference=definition):
+def errors(leaves, wanted, form=sweep_triton.causal_sums, reference=definition):
     """The error of every result and gradient, relative to the largest number.
 
     The gradients of q and k of a single token are 0; their errors are compared with 1.
     """
-    found = results(form, leaves, wanted, segments)
-    exact = results(reference, leaves, wanted, segments, torch.float64)
+    found = results(form, leaves, wanted)
+    exact = results(reference, leaves, wanted, torch.float64)
     pairs = list(zip(found, exact, strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
     largest = [max(b.abs().max().item(), 0.02) if b.abs().max() > 1e-12 else 1.0 for _, b in pairs]
@@ -105,13 +98,13 @@ def errors(leaves, wanted, segments, form=sweep_triton.causal_sums, reference=de
     return [a / b for a, b in zip(differences, largest, strict=True)]
 
 
-FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token"], [False, True],
+FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token"],
            [1, 1000], list(BOUND))  # fmt: skip
 SLOW = ((70, 64, 64), (50, 128, 64))
 """Shapes that take the interpreter longest."""
 
 
-LONGEST_TILES = [((130, 20, 48), "numerator", None, False, n, torch.bfloat16) for n in (1, 1000)]
+LONGEST_TILES = [((130, 20, 48), "numerator", None, n, torch.bfloat16) for n in (1, 1000)]
 """Forms whose tiles have 64 tokens on a large GPU, with a last tile of two."""
 
 
@@ -121,17 +114,15 @@ def cases(*factors):
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted", "decay", "documents", "programs", "dtype"),
+    ("shape", "wanted", "decay", "programs", "dtype"),
     [*cases(*FACTORS), *LONGEST_TILES],
 )
 def test_outputs_and_gradients_equal_the_definition(
-    shape, wanted, decay, documents, programs, dtype, monkeypatch
+    shape, wanted, decay, programs, dtype, monkeypatch
 ):
     """In one part and in many."""
     monkeypatch.setattr(sweep_triton, "PROGRAMS", programs)
-    leaves, segments = example(*shape, dtype, decay, documents)
-    found = errors(leaves, wanted, segments)
-    assert max(found) <= BOUND[dtype]
+    assert max(errors(example(*shape, dtype, decay), wanted)) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize(
@@ -142,16 +133,16 @@ def test_gates_of_a_long_text_have_exact_gradients(dtype, time, part, monkeypatc
     monkeypatch.setattr(sweep_triton, "GATED", part)
     monkeypatch.setattr(sweep_triton, "tile_of", lambda *_: sweep_triton.Tile(64))
     monkeypatch.setattr(sweep_triton, "PROGRAMS", 1)
-    leaves, _ = example(time, 16, 16, dtype, "token")
+    leaves = example(time, 16, 16, dtype, "token")
     leaves[3][:, 0] *= 1e-3  # a long memory
-    assert max(errors(leaves, "normalized", None)) <= BOUND[dtype]
+    assert max(errors(leaves, "normalized")) <= BOUND[dtype]
 
 
 def both_forms(dtype=torch.float16):
     """The forms, their definitions, and arguments for them."""
-    leaves, segments = example(20, 16, 16, dtype, "token", documents=True)
-    yield sweep_triton.causal_sums, definition, leaves, segments
-    yield full_sums, full_definition, leaves[:3], None
+    leaves = example(20, 16, 16, dtype, "token")
+    yield sweep_triton.causal_sums, definition, leaves
+    yield full_sums, full_definition, leaves[:3]
 
 
 def test_every_number_is_written_and_two_runs_give_equal_bits(monkeypatch):
@@ -166,37 +157,36 @@ def test_every_number_is_written_and_two_runs_give_equal_bits(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
-    for form, _, leaves, segments in both_forms():
+    for form, _, leaves in both_forms():
         for wanted in ("normalized", "sums"):
-            once, again = (results(form, leaves, wanted, segments) for _ in range(2))
+            once, again = (results(form, leaves, wanted) for _ in range(2))
             assert all(x.isfinite().all() for x in once)
             assert all(a.equal(b) for a, b in zip(once, again, strict=True))
 
 
 def test_clamped_denominators_saturate_float16_without_a_gradient():
-    for form, _, (q, k, v, *_), _ in both_forms():
+    for form, _, (q, k, v, *_) in both_forms():
         q, k, v = (x.detach().requires_grad_() for x in (-q, k, v))
-        out, _ = form(q, k, v, "normalized", None, EPS, None)
+        out, _ = form(q, k, v, "normalized", None, EPS)
         assert out.abs().max() == 65504 / 64
         grads = torch.autograd.grad(out, (q, k, v), (out.abs() == 65504 / 64).to(out))
         assert not any(g.any() for g in grads)
 
 
 def test_scores_and_states_may_exceed_the_range_of_float16():
-    for form, reference, (q, k, v, *_), _ in both_forms():
+    for form, reference, (q, k, v, *_) in both_forms():
         q, k = (torch.full_like(x, 60.0) for x in (q, k))  # scores of 115,200
         leaves = [x.detach() for x in (q, k, v)]
-        assert errors(leaves, "normalized", None, form, reference)[0] <= BOUND[torch.float16]
+        assert errors(leaves, "normalized", form, reference)[0] <= BOUND[torch.float16]
 
 
 def test_second_derivatives_are_those_of_the_definition():
-    for form, reference, leaves, segments in both_forms(torch.float32):
+    for form, reference, leaves in both_forms(torch.float32):
         seconds, leaves = [], [x.clamp_min(-1e3) for x in leaves]
         for by, dtype in ((form, torch.float32), (reference, torch.float64)):
             own = [x.detach()[:, :, :5].to(dtype).requires_grad_() for x in leaves]
-            cuts = None if segments is None else segments[:, :5]
             gates = own[3] if len(own) > 3 else None
-            out, _ = by(*own[:3], "normalized", gates, EPS, cuts)
+            out, _ = by(*own[:3], "normalized", gates, EPS)
             firsts = torch.autograd.grad(out.square().sum(), own, create_graph=True)
             seconds.append(torch.autograd.grad(sum(x.square().sum() for x in firsts), own))
         for a, b in zip(*seconds, strict=True):
@@ -204,10 +194,10 @@ def test_second_derivatives_are_those_of_the_definition():
 
 
 def test_one_of_two_results_may_be_used_alone():
-    for form, reference, leaves, segments in both_forms(torch.float32):
+    for form, reference, leaves in both_forms(torch.float32):
         own = [x.detach().requires_grad_() for x in leaves[:3]]
-        _, denominator = form(*own, "sums", None, EPS, segments)
-        _, expected = reference(*own, "sums", None, EPS, segments)
+        _, denominator = form(*own, "sums", None, EPS)
+        _, expected = reference(*own, "sums", None, EPS)
         found = torch.autograd.grad(denominator.sum(), own)
         wanted = torch.autograd.grad(expected.sum(), own, materialize_grads=True)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -219,8 +209,8 @@ def test_one_of_two_results_may_be_used_alone():
 )
 def test_sums_over_all_keys_equal_the_definition(shape, wanted, keys, programs, dtype, monkeypatch):
     monkeypatch.setattr(full_triton, "PROGRAMS", programs)
-    leaves, _ = example(*shape, dtype)
+    leaves = example(*shape, dtype)
     if keys is not None:
-        leaves[1:] = example(keys, *shape[1:], dtype, batch=len(leaves[0]))[0][1:]
-    found = errors(leaves, wanted, None, full_sums, full_definition)
+        leaves[1:] = example(keys, *shape[1:], dtype, batch=len(leaves[0]))[1:]
+    found = errors(leaves, wanted, full_sums, full_definition)
     assert max(found) <= BOUND[dtype]
