@@ -518,6 +518,8 @@ def _broadcast_plain_config(original: Callable, obj: Any, *args: Any, **kwargs: 
 _BATCHES = "batches"
 """Key of ``train_iterator``, in memory only: what the batches of a checkpoint depend on."""
 _LIMITS = ("batch_size", "max_tokens", "required_batch_size_multiple")
+_OF_TASK = ("tokens_per_sample", "sample_break_mode", "max_positions", "random_batches")
+"""Options of tasks that decide what a sample is, or the order of samples."""
 
 
 _RESUMED = ContextVar[Any]("resumed", default=None)
@@ -537,7 +539,10 @@ def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any)
 
 
 def _batches_in(cfg: Any) -> dict[str, Any]:
+    task = cfg["task"]
+    task = vars(task) if isinstance(task, argparse.Namespace) else task or {}
     return {
+        **{name: str(task[name]) for name in _OF_TASK if task.get(name) is not None},
         "processes": cfg["distributed_training"]["distributed_world_size"],
         "update_freq": list(cfg["optimization"]["update_freq"]),
         **{name: cfg["dataset"][name] for name in _LIMITS},
@@ -577,7 +582,9 @@ def _convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> No
     Raises: Refusal if no number of them has the same samples.
     """
     sizes = 1, 1
-    if any(before[name] != now[name] for name in _LIMITS):
+    if any(before.get(name) != now.get(name) for name in _OF_TASK):
+        sizes = 0, 0
+    elif any(before[name] != now[name] for name in _LIMITS):
         sizes = (0, 0) if place.get("shuffle", True) else (_full_batch(before), _full_batch(now))
     old, new = (n * each["processes"] for n, each in zip(sizes, (before, now), strict=True))
     updates = [[n * f for f in each["update_freq"]] for n, each in ((old, before), (new, now))]
@@ -594,7 +601,8 @@ def _full_batch(batches: dict) -> int:
 
 
 def _refuse_batches(before: dict, now: dict, by_updates: bool) -> NoReturn:
-    options = {name: before[name] for name in _LIMITS if before[name] != now[name]}
+    every = _LIMITS + _OF_TASK
+    options = {n: before.get(n) for n in every if before.get(n) != now.get(n)}
     if by_updates and before["update_freq"] != now["update_freq"]:
         options["update_freq"] = ",".join(map(str, before["update_freq"]))
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}

@@ -193,8 +193,8 @@ def guarded(work: Callable[[], object]) -> int:
     return command("it")(lambda: work() and None)()
 
 
-def lm(lab: Lab, checkpoint: Path, data: Path | None = None) -> int:
-    return evaluate.lm([str(checkpoint), str(data or lab.lm_data)])
+def lm(lab: Lab, checkpoint: Path, data: Path | None = None, options: str = "") -> int:
+    return evaluate.lm([str(checkpoint), str(data or lab.lm_data), *options.split()])
 
 
 def mt(lab: Lab, checkpoint: Path, options: str = "--average 1", data: Path | None = None) -> int:
@@ -253,6 +253,8 @@ CHECKPOINTS: Attacks = {
     "lm: a diverged model": (lambda lab: lm(lab, lab.changed("x", weight=math.nan)), "diverged"),
     "lm: other words": (lambda lab: lm(lab, lab.lm, lab.other_data), "is not the dictionary"),
     "lm: the data were prepared again": (prepared_again, "is not the dictionary"),
+    "lm: a lone factor": (lambda lab: lm(lab, lab.lm, None, "--context-factor 4"), "need each"),
+    "lm: --out FOLDER": (lambda lab: lm(lab, lab.lm, None, f"--out {lab.folder}"), "is a folder"),
     "mt: a language model": (lambda lab: mt(lab, lab.lm), "not of lrpe_transformer"),
     "mt: data without manifest": (without_manifest, "manifest.json"),
     "mt: --lenpen nan": (lambda lab: mt(lab, lab.mt, "--average 1 --lenpen nan"), "be a finite"),
@@ -284,7 +286,10 @@ REFUSED = {  # by run_table
     "table2 --nodes 2": "--nodes need --slurm",
     "table2 --seeds 0": "at least 1",
     "table2 --minutes 0.5": r"--minutes must be more than 0\.5, to stop and save",
+    "table2 --minutes nan": "--minutes must be more than",
+    "table2 --gpus 0": "at least 1",
     "table2 --pack /dev/null/x.tar": "/dev/null is no folder that can be written",
+    "table2 --pack /tmp": "/tmp is a folder: choose another --pack",
     "table2 --rows $(id)": r"table table2 has no row '\$\(id\)'; it has Base",
     "table2 --rows T5 --attention linear": "no cell of table table2 has these --rows, ",
     "table2 --scale huge": "table2 has no scale 'huge'; it has small, annealed, paper",

@@ -13,7 +13,7 @@ from lrpe_fairseq.encodings import Encoding
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.data.examples import BYTES
 from lrpe_fairseq.experiments.families import load_named
-from lrpe_fairseq.experiments.records.files import CONFIGS, configurations, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
 from lrpe_fairseq.models.classifier import (
     ClassifierLayer,
     LRPEClassifier,
@@ -25,6 +25,7 @@ from lrpe_fairseq.models.classifier import (
 from lrpe_fairseq.models.patches import Pixels
 from tests.end_to_end.cases import sampled, usable
 from tests.test_data_prep import load
+from tests.trial import configurations
 
 PAD, FIRST = 1, 4
 CLASSES = 5

@@ -452,6 +452,7 @@ def _batches(size, multiple=8, **more):
     [
         (True, _batches(8), _batches(4, processes=4), "--batch-size 8 and 2 processes"),
         (True, _batches(8), _batches(8, multiple=1), "--required-batch-size-multiple 8"),
+        (False, _batches(8, tokens_per_sample="64"), _batches(8), "--tokens-per-sample 64"),
         (False, _batches(8), _batches(8, processes=5), "2 processes"),
         (False, _batches(12), _batches(4), "--batch-size 12"),  # fairseq cuts 12 to 8
         (False, _batches(None, max_tokens=9), _batches(4), "no --batch-size and --max-tokens 9"),

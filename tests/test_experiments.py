@@ -34,7 +34,7 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule
@@ -42,7 +42,7 @@ from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.kernels import loader
 from tests.test_data_prep import multi30k, newstest, wmt14
 from tests.tiny_table import wait_until
-from tests.trial import a_record, checkpoint, saved_config, trained, trial
+from tests.trial import a_record, checkpoint, configurations, saved_config, trained, trial
 
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 CONFIGS_BUILT = sorted(  # test_classifier builds the others

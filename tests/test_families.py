@@ -8,9 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, preparation_of
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, configurations, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.runs import read_runs
 from tests.toy_checkout import checkout
+from tests.trial import configurations
 
 
 def owners(config):

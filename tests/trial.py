@@ -75,3 +75,8 @@ def checkpoint(path: Path, updates: int, **more: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, path)
     return path
+
+
+def configurations(folder: Path) -> list[Path]:
+    """The configurations of a folder, without the bases that they share."""
+    return sorted(path for path in folder.glob("*.yaml") if not path.stem.startswith("base"))

@@ -218,7 +218,10 @@ def warn_about_other_attention(model: Any, overrides: dict[str, Any]) -> None:
 _warn_once = cache(logger.warning)
 
 
-OF_ATTENTION = ("attention", "encoding", "fidelity", "grid", "positional_embeddings")
+OF_ATTENTION = (
+    "attention", "encoding", "fidelity", "grid", "positional_embeddings", "memory_length",
+    "document_boundary",
+)  # fmt: skip
 """Parts of the names of options that choose a model's attention, beside those of encodings."""
 
 

@@ -65,6 +65,7 @@ def test_only_its_weights_can_start_a_training_with_another_encoding(corpus, tmp
     assert train("first", rope).returncode == 0
     for options, had, has in (
         ([rope, other], "attention_normalizer=rotated", "attention_normalizer=content"),
+        ([rope, "--document-boundary </s>"], "document_boundary=None", "document_boundary=</s>"),
         (["--position-encoding tape --attention-type softmax"],
          "attention_type=linear, position_encoding=rope",
          "attention_type=softmax, position_encoding=tape"),  # other parameters

@@ -182,9 +182,11 @@ def test_a_training_refuses_other_batches_until_it_starts_a_new_pass(corpus, tmp
     train = [corpus.data, TRAINING.replace("--max-tokens 128", ""), SMALL, "--disable-validation"]
     run_here("fairseq_cli.train", *train, "--batch-size 16 --max-update 3 --save-dir", tmp_path)
     other = [*train, "--batch-size 4 --max-update 4 --save-dir"]
-    with pytest.raises(Refusal):
-        run_here("fairseq_cli.train", *other, tmp_path)
-    assert "resume with --batch-size 16, or add --reset-dataloader" in capsys.readouterr().err
+    longer = [*train, "--batch-size 16 --tokens-per-sample 16 --max-update 4 --save-dir"]
+    for given, said in ((longer, "--tokens-per-sample 32"), (other, "--batch-size 16")):
+        with pytest.raises(Refusal):
+            run_here("fairseq_cli.train", *given, tmp_path)
+        assert f"resume with {said}, or add --reset-dataloader" in capsys.readouterr().err
     last = tmp_path / "checkpoint_last.pt"
     for case in (["--finetune-from-model", last], ["--reset-dataloader --restore-file", last]):
         folder = tmp_path / case[0][2:10]

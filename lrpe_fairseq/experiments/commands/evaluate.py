@@ -67,9 +67,11 @@ def lm(arguments: list[str] | None = None) -> None:
     add("--context-factor", type=float, default=1.0, metavar="F")
     options = _parsed(parser, arguments)
     data, names = _data_folder(options.data), options.protocols
-    if options.context_scaling != "none":
-        end = f"+{options.context_scaling}-{options.context_factor:g}"
-        names = [f"{name}{end}" for name in names]
+    if (options.context_scaling != "none") != (options.context_factor > 1):
+        raise ValueError("--context-scaling and --context-factor, above 1, need each other")
+    if options.context_factor > 1:
+        factor = str(options.context_factor).removesuffix(".0")
+        names = [f"{name}+{options.context_scaling}-{factor}" for name in names]
     run = evaluate_lm(options.checkpoint, data, options.splits, names)
     report(run, options.out, data)
 
@@ -355,9 +357,8 @@ def _parsed(parser: argparse.ArgumentParser, given: list[str] | None) -> argpars
     options = parser.parse_args(given)
     out = options.out or options.checkpoint.with_suffix(".json")
     if options.out or out.parent.is_dir():
-        require_writable(out.parent, "--out")
-    options.out = out
-    return options
+        require_writable(out.parent, "--out", out.name)
+    return argparse.Namespace(**{**vars(options), "out": out})
 
 
 def _data_folder(given: Path) -> Path:

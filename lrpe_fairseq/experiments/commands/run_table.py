@@ -169,9 +169,9 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
 def _require_sense(options: argparse.Namespace) -> None:
     """Raise ValueError or UserError for impossible numbers and options that would be ignored."""
     least, minutes = grace() + CLOSING_SECONDS, options.minutes
-    if min(options.seeds, options.jobs, options.gpus or 1) < 1:
+    if min(options.seeds, options.jobs, 1 if options.gpus is None else options.gpus) < 1:
         raise ValueError("--seeds, --jobs and --gpus must be at least 1")
-    if minutes is not None and 60 * minutes <= least:
+    if minutes is not None and not 60 * minutes > least:
         raise ValueError(f"--minutes must be more than {least / 60:.2g}, to stop and save in time")
     of_cluster = any(getattr(options, name) is not None for name in SITE_OPTIONS)
     if of_cluster and not options.slurm and options.array_task is None:
@@ -182,7 +182,7 @@ def _require_sense(options: argparse.Namespace) -> None:
             "--gpus-per-node, --time, and running in configs/slurm.yaml"
         )
     if options.pack:
-        require_writable(options.pack.absolute().parent, "--pack")
+        require_writable(options.pack.absolute().parent, "--pack", options.pack.name)
 
 
 def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:

@@ -70,8 +70,11 @@ def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
 
 
-def require_writable(folder: Path, option: str) -> None:
-    """Make ``folder``. Raises: UserError, which names ``option``, if no files can be made in it."""
+def require_writable(folder: Path, option: str, file: str = "") -> None:
+    """Make ``folder``. Raises: UserError, which names ``option``, if no files can be made in it, or
+    if its ``file`` is a folder."""
+    if file and (folder / file).is_dir():
+        raise UserError(f"{folder / file} is a folder: choose another {option}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -114,11 +117,6 @@ def load_config(path: Path) -> Any:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise ValueError(f"{relative(path)} does not load: {error}") from None
     return config
-
-
-def configurations(folder: Path) -> list[Path]:
-    """Return the configurations of a folder, without the bases that they share."""
-    return sorted(path for path in folder.glob("*.yaml") if not path.stem.startswith("base"))
 
 
 @functools.lru_cache(maxsize=64)

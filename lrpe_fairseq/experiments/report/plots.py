@@ -102,9 +102,8 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
     figure, every = _axes(panels, 5.2, 1.2 + 0.2 * tallest)
     for axes, panel, names in zip(every, panels, labels, strict=True):
         points = [point(0, values) for values in panel.rows.values()]
-        for place, (method, (_, mean, low, high)) in enumerate(
-            zip(panel.rows, points, strict=True)
-        ):
+        for place, (method, found) in enumerate(zip(panel.rows, points, strict=True)):
+            _, mean, low, high = found
             spread = [[mean - low], [high - mean]]
             axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **style(method))
         axes.set_yticks(range(len(points)), names, fontsize=8)
