@@ -62,8 +62,8 @@ class CrossAttention(ProjectedAttention):
     al. 2024, Section 3.1). With the encoding "none" and softmax it is fairseq's cross-attention,
     and it starts from the same weights under the same seed.
 
-    Args: see :class:`ProjectedAttention`; it is never causal. memory_dim: C', by default C.
-    Raises: ChoiceError as ProjectedAttention, and for what needs one sequence: an encoding for
+    Args: see :class:`.multihead.MultiheadAttention`; never causal. memory_dim: C', by default C.
+    Raises: ChoiceError as that, and for what needs one sequence: an encoding for
         causal attention only, positions summed from a text, and in linear attention a decay
         between query and key.
     """

@@ -77,7 +77,7 @@ class MultiheadAttention(ProjectedAttention):
             state of constant size) or "softmax" (scale (C / H)^-0.5).
         position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a free form.
         causal: True if a token attends only to itself and earlier tokens.
-        dropout: on softmax weights; linear attention has none.
+        dropout: on softmax weights; linear attention has none (LRPE, Table 7).
         normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
             "layernorm" or "none".
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.

@@ -32,22 +32,7 @@ NOT_EXPORTED = (
 class ProjectedAttention(nn.Module):
     """Base class of attention with H heads: everything before and after the sums over keys.
 
-    Args:
-        embed_dim: C, the width of queries and of the output. num_heads: H; must divide C.
-        attention_type: "linear" (first phi(x) = 1 + elu(x), then the encoding) or "softmax"
-            (the encoding is applied to the projected q and k; scale D^-0.5).
-        position_encoding: a name in ENCODINGS or a free form.
-        causal: True if a token attends only to itself and earlier tokens.
-        dropout: on softmax weights. Linear attention has no weights and ignores it, as in the
-            paper (Table 7: "attention dropout is only used for vanilla attention").
-        normalizer: of linear attention; see ``attention.linear.NORMALIZERS``.
-        window: a token attends to the last ``window`` tokens only, itself included; None: to all.
-        parts: names of ``attention.parts.PARTS``, separated by commas, or "none".
-        seed: seed of the encoding's fixed random parts. options: options of individual encodings.
-        wrap_linear: applied to each projection, for example fairseq's quantization noise.
-        qkv_bias: False for self-attention whose q, k and v have no biases.
-    Raises: ChoiceError for an unknown name, a width that is not divisible by H, a window that is
-        not causal, or an encoding that the attention type does not support.
+    The arguments and errors are those of :class:`.multihead.MultiheadAttention`.
     """
 
     def __init__(
