@@ -373,12 +373,14 @@ def refuse_partial_scores() -> None:
 
 
 def refuse_a_missing_path() -> None:
-    """Let commands that read a checkpoint say in one sentence that --path is missing.
+    """Let commands that read a checkpoint say in one sentence that --path is missing, or that its
+    weights do not fit the model of --model-overrides.
 
-    Break: fairseq-eval-lm, fairseq-validate and fairseq-interactive end with an error about None.
+    Break: fairseq-eval-lm, fairseq-validate and fairseq-interactive end with an error about None,
+    or with torch's list of weights.
     """
     replace_once(utils, "split_paths", _refuse_none)
-    replace_once(checkpoint_utils, "load_model_ensemble_and_task", _refuse_none)
+    replace_once(checkpoint_utils, "load_model_ensemble_and_task", _load_or_refuse)
 
 
 FIXES: tuple[Callable[[], None], ...] = (
@@ -619,6 +621,15 @@ def _refuse_none(original: Callable, *args: Any, **kwargs: Any) -> Any:
     if args[:1] in ((None,), ([None],)):
         refuse("pass --path with the checkpoint to read")
     return original(*args, **kwargs)
+
+
+def _load_or_refuse(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _refuse_none(original, *args, **kwargs)
+    except RuntimeError as error:
+        if "loading state_dict" in str(error):
+            refuse(f"the weights of {args[0]} do not fit this model: override fewer options")
+        raise
 
 
 def _state_with_masters(original: Callable, self: Any) -> dict:

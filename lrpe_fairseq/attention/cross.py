@@ -63,9 +63,8 @@ class CrossAttention(ProjectedAttention):
     and it starts from the same weights under the same seed.
 
     Args: see :class:`.multihead.MultiheadAttention`; never causal. memory_dim: C', by default C.
-    Raises: ChoiceError as that, and for what needs one sequence: an encoding for
-        causal attention only, positions summed from a text, and in linear attention a decay
-        between query and key.
+    Raises: ChoiceError as there, and for what needs one sequence: an encoding for causal attention
+        only, positions summed from a text, and in linear attention a decay between query and key.
     """
 
     def __init__(

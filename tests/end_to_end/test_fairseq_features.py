@@ -143,6 +143,8 @@ def test_a_flat_name_overrides_a_nested_option(translation, caplog):
     assert model.encoder.layers[0].self_attn.attention_type == "softmax"
     assert model.decoder.layers[0].self_attn.attention_type == "softmax"  # its default
     assert model.cfg.quant_noise.pq_block_size == 4
+    with pytest.raises(Refusal, match="do not fit this model: override fewer"):
+        overridden(translation, encoder_position_encoding="t5", encoder_attention_type="softmax")
 
 
 def test_layers_to_keep_prune_a_translation_model(translation):
