@@ -188,9 +188,10 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     gates = torch.zeros(1, HEADS, TIME).requires_grad_()
     own = {wanted: (wanted, None) for wanted in ("normalized", "sums", "numerator")}
     own["normalized gates"] = "normalized", gates
+    own["normalized decay"] = "normalized", gates.detach()
     for name, given in own.items():
         yield f"{name}, 64/64", partial(_sweep, dtype, 1, *given)
-    for name in ("normalized", "normalized gates"):
+    for name in ("normalized", "normalized gates", "normalized decay"):
         yield f"{name} in parts, 64/64", partial(_sweep, dtype, 100, *own[name])
     yield "full, 64/64", partial(_sums, causal_triton.full_sums, dtype, (64, 64))
     wide = {"128/64": (dtype, (128, 64)), "128/128": (dtype, (128, 128))}

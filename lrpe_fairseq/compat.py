@@ -46,7 +46,7 @@ from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.multilingual_language_modeling import MultilingualLanguageModelingTask
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from lrpe_fairseq.errors import refuse
 
@@ -316,6 +316,7 @@ def resume_where_the_data_were_left() -> None:
     converts the number where the samples that were read are the first of the new batches, and
     refuses in one sentence otherwise. Batches of another size are shuffled into another order, so
     they can be converted only in an epoch that is not shuffled (``--curriculum``, streams of text).
+    Other samples (``_OF_TASK``) never can.
 
     A task whose batches depend on the size of an update sets ``ordered_by_updates``.
 
@@ -543,8 +544,11 @@ def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any)
 def _batches_in(cfg: Any) -> dict[str, Any]:
     task = cfg["task"]
     task = vars(task) if isinstance(task, argparse.Namespace) else task or {}
+    names = _OF_TASK if "sample_break_mode" in task else _OF_TASK[2:]
+    found = {name: task[name] for name in names if task.get(name) is not None}
+    several = tuple, list, ListConfig
     return {
-        **{name: str(task[name]) for name in _OF_TASK if task.get(name) is not None},
+        **{n: str(list(x) if isinstance(x, several) else x) for n, x in found.items()},
         "processes": cfg["distributed_training"]["distributed_world_size"],
         "update_freq": list(cfg["optimization"]["update_freq"]),
         **{name: cfg["dataset"][name] for name in _LIMITS},
@@ -584,9 +588,9 @@ def _convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> No
     Raises: Refusal if no number of them has the same samples.
     """
     sizes = 1, 1
-    if any(before.get(name) != now.get(name) for name in _OF_TASK):
+    if _other(before, now, _OF_TASK):
         sizes = 0, 0
-    elif any(before[name] != now[name] for name in _LIMITS):
+    elif _other(before, now, _LIMITS):
         sizes = (0, 0) if place.get("shuffle", True) else (_full_batch(before), _full_batch(now))
     old, new = (n * each["processes"] for n, each in zip(sizes, (before, now), strict=True))
     updates = [[n * f for f in each["update_freq"]] for n, each in ((old, before), (new, now))]
@@ -596,6 +600,11 @@ def _convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> No
     place["iterations_in_epoch"] = read // new
 
 
+def _other(before: dict, now: dict, names: tuple[str, ...]) -> list[str]:
+    """Return the names whose values differ, of those that both have."""
+    return [n for n in names if n in before and n in now and before[n] != now[n]]
+
+
 def _full_batch(batches: dict) -> int:
     """Return the samples of a full batch; 0 if full batches differ."""
     size, multiple = batches["batch_size"] or 0, batches["required_batch_size_multiple"]
@@ -603,12 +612,12 @@ def _full_batch(batches: dict) -> int:
 
 
 def _refuse_batches(before: dict, now: dict, by_updates: bool) -> NoReturn:
-    every = _LIMITS + _OF_TASK
-    options = {n: before.get(n) for n in every if before.get(n) != now.get(n)}
+    options = {name: before[name] for name in _other(before, now, _LIMITS + _OF_TASK)}
     if by_updates and before["update_freq"] != now["update_freq"]:
         options["update_freq"] = ",".join(map(str, before["update_freq"]))
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    said = [f"no {name}" if value is None else f"{name} {value}" for name, value in given.items()]
+    without = {None: "no {}", "False": "no {}", "True": "{}"}
+    said = [without.get(value, "{} {}").format(name, value) for name, value in given.items()]
     if before["processes"] != now["processes"]:
         said.append(f"{before['processes']} process{'es' * (before['processes'] > 1)}")
     refuse(
@@ -627,8 +636,10 @@ def _load_or_refuse(original: Callable, *args: Any, **kwargs: Any) -> Any:
     try:
         return _refuse_none(original, *args, **kwargs)
     except RuntimeError as error:
-        if "loading state_dict" in str(error):
-            refuse(f"the weights of {args[0]} do not fit this model: override fewer options")
+        overrides = args[1] if len(args) > 1 else kwargs.get("arg_overrides")
+        if overrides and "loading state_dict" in str(error):
+            paths = ", ".join(map(str, args[0] if args else kwargs["filenames"]))
+            refuse(f"the weights of {paths} do not fit this model: override fewer options")
         raise
 
 

@@ -289,7 +289,7 @@ REFUSED = {  # by run_table
     "table2 --minutes nan": "--minutes must be more than",
     "table2 --gpus 0": "at least 1",
     "table2 --pack /dev/null/x.tar": "/dev/null is no folder that can be written",
-    "table2 --pack /tmp": "/tmp is a folder: choose another --pack",
+    "table2 --pack .": r"\. is a folder: choose another --pack",
     "table2 --rows $(id)": r"table table2 has no row '\$\(id\)'; it has Base",
     "table2 --rows T5 --attention linear": "no cell of table table2 has these --rows, ",
     "table2 --scale huge": "table2 has no scale 'huge'; it has small, annealed, paper",

@@ -452,12 +452,15 @@ def _batches(size, multiple=8, **more):
     [
         (True, _batches(8), _batches(4, processes=4), "--batch-size 8 and 2 processes"),
         (True, _batches(8), _batches(8, multiple=1), "--required-batch-size-multiple 8"),
-        (False, _batches(8, tokens_per_sample="64"), _batches(8), "--tokens-per-sample 64"),
+        (False, _batches(8, max_positions="9"), _batches(8, max_positions="8"),
+         "--max-positions 9"),
+        (True, _batches(8, random_batches="False"), _batches(8, random_batches="True"),
+         "no --random-batches"),
         (False, _batches(8), _batches(8, processes=5), "2 processes"),
         (False, _batches(12), _batches(4), "--batch-size 12"),  # fairseq cuts 12 to 8
         (False, _batches(None, max_tokens=9), _batches(4), "no --batch-size and --max-tokens 9"),
     ],
-)
+)  # fmt: skip
 def test_batches_that_others_cannot_continue_are_refused_with_those_that_can(
     shuffle, before, now, said
 ):

@@ -112,7 +112,7 @@ def test_half_types_are_near_float64(name, attention_type, causal, dtype, kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("decay", [None, "head", "token", "fixed"])
 @pytest.mark.parametrize("shape", [(1, 64, 64), (300, 32, 32), (513, 64, 64), (200, 128, 64)])
 def test_states_in_registers_are_near_float64(shape, decay, dtype):
     leaves = sums.example(*shape, dtype, decay)

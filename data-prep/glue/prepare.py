@@ -108,7 +108,10 @@ def count(raw: Mapping[str, Path], task: GlueTask, pieces: Pieces) -> dict:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and prepare the tasks."""
     parser = prep.parser(__doc__, "folder with TASK/train.tsv")
-    parser.add_argument("tasks", nargs="+", choices=["all", *TASKS], metavar="task", help="or all")
+    known = ["all", *TASKS]
+    parser.add_argument(
+        "tasks", nargs="+", choices=known, metavar="task", help="or all; a subfolder each"
+    )
     parser.add_argument("--tokens-of", type=Path, required=True, help="the pre-training data")
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
     args = parser.parse_args(argv)

@@ -32,8 +32,8 @@ class LagBias(ScoreEncoding):
         """Return the bias of every lag.
 
         Args:
-            lag: the result of :meth:`fixed`: int64 of any shape, s - t.
-        Returns: float32 or wider, (*lag.shape, H).
+            lag: the result of :meth:`fixed`; by default lags s - t, int64 of any shape.
+        Returns: float32 or wider, (..., H).
         """
         raise NotImplementedError
 

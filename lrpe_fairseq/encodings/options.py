@@ -16,7 +16,7 @@ OptionsOf = TypeVar("OptionsOf")
 
 
 def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Return a field of an encoding's ``Options``: default, help text and allowed values."""
+    """Return a field of a class of options: default, help text and allowed values."""
     return field(default=default, metadata={"help": help_text, "choices": choices})
 
 

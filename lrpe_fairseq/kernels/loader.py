@@ -341,11 +341,7 @@ class View(ctypes.Structure):
 class Field(ctypes.Structure):
     """``Field`` of vectors.h: one field of a struct."""
 
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("kind", ctypes.c_char_p),
-        *((name, ctypes.c_int64) for name in ("offset", "size")),
-    ]
+    _fields_ = [("name", ctypes.c_char_p), ("kind", ctypes.c_char_p)]
 
 
 KINDS = {

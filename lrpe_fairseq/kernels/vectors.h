@@ -23,11 +23,9 @@ constexpr int BYTES = 32;
 constexpr int BYTES = 16;
 #endif
 
-// A field of a struct that is filled in by Python. When loader.py loads the library, it compares a
-// table of these fields with the Python struct.
+// A field of a struct that is filled in by Python. loader.py makes its struct from a table of these.
 struct Field {
     const char *name, *kind;
-    int64_t offset, size;
 };
 
 template <typename T>
@@ -38,16 +36,15 @@ constexpr const char *kind_of() {
 }
 
 // Define struct NAME and its table of fields from a list FIELDS(F) of F(NAME, type, field). The last
-// row of the table has no name and contains the size of the struct.
+// row of the table has no name.
 #define DECLARE_FIELD(NAME, TYPE, FIELD) TYPE FIELD;
-#define DESCRIBE_FIELD(NAME, TYPE, FIELD) \
-    {#FIELD, kind_of<TYPE>(), offsetof(NAME, FIELD), sizeof(TYPE)},
+#define DESCRIBE_FIELD(NAME, TYPE, FIELD) {#FIELD, kind_of<TYPE>()},
 #define DEFINE_STRUCT(NAME, FIELDS, TABLE) \
     struct NAME {                          \
         FIELDS(DECLARE_FIELD)              \
     };                                     \
     extern "C" const Field TABLE[];        \
-    const Field TABLE[] = {FIELDS(DESCRIBE_FIELD){nullptr, nullptr, 0, sizeof(NAME)}};
+    const Field TABLE[] = {FIELDS(DESCRIBE_FIELD){nullptr, nullptr}};
 
 // A (batch, head, time, width) tensor with a contiguous last axis. Strides are in elements. data is
 // null if there is no tensor.

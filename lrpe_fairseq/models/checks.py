@@ -226,7 +226,8 @@ OF_ATTENTION = (
 
 
 def check_resumed(path: str, before: Any, now: Any) -> None:
-    """Refuse to resume the training of a checkpoint with another encoding, attention or image size.
+    """Refuse to resume a training with another encoding, attention, memory, document boundary or
+    size of images.
 
     before, now: the configurations of the checkpoint and of this training.
     """

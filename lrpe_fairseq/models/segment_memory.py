@@ -82,11 +82,6 @@ class SegmentMemory:
         kept = Past(following, torch.cat([old, new], 1), documents)
         self._pasts[training][segment["stream"]] = kept
 
-    def reset(self) -> None:
-        """Clear the memories of training and of evaluation."""
-        for pasts in self._pasts.values():
-            pasts.clear()
-
     def state(self) -> dict[int, dict[str, Any]]:
         """Return the memory of training on the CPU, in types that torch's safe loading accepts."""
         return {

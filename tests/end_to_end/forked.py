@@ -73,15 +73,7 @@ def _become_quietly(*words: Any) -> None:
 class ForkedChildren(Children):
     """Children that run console scripts and modules without a new interpreter."""
 
-    def run(
-        self,
-        command: Sequence[str],
-        log: Path,
-        *,
-        environment: Mapping[str, str],
-        lock: int | None = None,
-        cwd: Path = ROOT,
-    ) -> None:
+    def run(self, command, log, *, environment, lock=None, cwd=ROOT):
         """As :meth:`Children.run`, for commands that :func:`become` supports."""
         warm_up()
         words = (list(command), (str(log), str(log)), str(cwd), {**os.environ, **environment})

@@ -253,13 +253,13 @@ def assert_equal(found, expected):
     assert_same({block: found[block] for block in expected}, expected)
 
 
-def test_a_reset_and_a_new_epoch_and_another_batch_size_begin_with_nothing(corpus, caplog):
+def test_a_new_model_and_a_new_epoch_and_another_batch_size_begin_with_nothing(corpus, caplog):
     model, task = built(corpus)
     read, wider = batches(task), batches(task, max_tokens=4 * SEGMENT)
     epoch = predictions(model, read)
     assert_equal(predictions(model, read), epoch)
     forgetful, _ = built(corpus, memory=0)
-    model.decoder.memory.reset()
+    model, _ = built(corpus)
     assert_equal(predictions(model, [read[1]]), predictions(forgetful, [read[1]]))
     assert "no memory is stored for the text before" in caplog.text
     predictions(model, [read[0]])

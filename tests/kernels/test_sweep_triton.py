@@ -57,7 +57,7 @@ def decay_of(kind, batch, time):
     gates = -0.1 * torch.rand(batch, HEADS, time)
     gates[..., 3::17], gates[..., 5::23], gates[..., 7::41] = 0.0, -1e4, -30.0
     gates[:, 1, ::29] = -torch.inf
-    return gates if kind == "token" else None
+    return gates if kind in ("token", "fixed") else None
 
 
 def example(time, keys, values, dtype, decay=None, batch=None):
@@ -70,18 +70,22 @@ def example(time, keys, values, dtype, decay=None, batch=None):
     q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
     rate = decay_of(decay, batch, time)
     leaves = [x.to(dtype) for x in (q, k, v)] + ([] if rate is None else [rate])
-    return [x.to(DEVICE) for x in leaves]
+    leaves = [x.to(DEVICE) for x in leaves]
+    if decay == "fixed":  # as that of documents
+        leaves[3].fixed = True
+    return leaves
 
 
 def results(form, leaves, wanted, dtype=None):
     """Return the results and the gradients of a weighted sum of their elements."""
-    own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
-    q, k, v, *rest = own
+    q, k, v, *rest = own = [x.detach().to(dtype or x.dtype) for x in leaves]
+    pairs = zip(own, leaves, strict=True)
+    learned = [x.requires_grad_() for x, given in pairs if not hasattr(given, "fixed")]
     found = form(q, k, v, wanted, rest[0] if rest else None, EPS)
     found = [x for x in found if x is not None]
     torch.manual_seed(0)
     weights = [torch.randn(x.shape).to(leaves[0].dtype).to(x) for x in found]
-    return [*found, *torch.autograd.grad(found, own, weights)]
+    return [*found, *torch.autograd.grad(found, learned, weights)]
 
 
 def errors(leaves, wanted, form=sweep_triton.causal_sums, reference=definition):
@@ -98,7 +102,7 @@ def errors(leaves, wanted, form=sweep_triton.causal_sums, reference=definition):
     return [a / b for a, b in zip(differences, largest, strict=True)]
 
 
-FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token"],
+FACTORS = (SHAPES, ["normalized", "sums", "numerator"], [None, "head", "token", "fixed"],
            [1, 1000], list(BOUND))  # fmt: skip
 SLOW = ((70, 64, 64), (50, 128, 64))
 """Shapes that take the interpreter longest."""

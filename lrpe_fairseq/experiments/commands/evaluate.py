@@ -67,9 +67,10 @@ def lm(arguments: list[str] | None = None) -> None:
     add("--context-factor", type=float, default=1.0, metavar="F")
     options = _parsed(parser, arguments)
     data, names = _data_folder(options.data), options.protocols
-    if (options.context_scaling != "none") != (options.context_factor > 1):
+    scaled = options.context_factor != 1
+    if (options.context_scaling != "none") != scaled or not options.context_factor >= 1:
         raise ValueError("--context-scaling and --context-factor, above 1, need each other")
-    if options.context_factor > 1:
+    if scaled:
         factor = str(options.context_factor).removesuffix(".0")
         names = [f"{name}+{options.context_scaling}-{factor}" for name in names]
     run = evaluate_lm(options.checkpoint, data, options.splits, names)
@@ -357,7 +358,7 @@ def _parsed(parser: argparse.ArgumentParser, given: list[str] | None) -> argpars
     options = parser.parse_args(given)
     out = options.out or options.checkpoint.with_suffix(".json")
     if options.out or out.parent.is_dir():
-        require_writable(out.parent, "--out", out.name)
+        require_writable(out.parent, "--out", out)
     return argparse.Namespace(**{**vars(options), "out": out})
 
 

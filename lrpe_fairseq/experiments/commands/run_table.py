@@ -182,7 +182,7 @@ def _require_sense(options: argparse.Namespace) -> None:
             "--gpus-per-node, --time, and running in configs/slurm.yaml"
         )
     if options.pack:
-        require_writable(options.pack.absolute().parent, "--pack", options.pack.name)
+        require_writable(options.pack.absolute().parent, "--pack", options.pack)
 
 
 def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:

@@ -70,11 +70,10 @@ def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
 
 
-def require_writable(folder: Path, option: str, file: str = "") -> None:
-    """Make ``folder``. Raises: UserError, which names ``option``, if no files can be made in it, or
-    if its ``file`` is a folder."""
-    if file and (folder / file).is_dir():
-        raise UserError(f"{folder / file} is a folder: choose another {option}.")
+def require_writable(folder: Path, option: str, file: Path | None = None) -> None:
+    """Make ``folder``. Raises: UserError if it cannot be written, or if ``file`` is a folder."""
+    if file is not None and file.is_dir():
+        raise UserError(f"{file} is a folder: choose another {option}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

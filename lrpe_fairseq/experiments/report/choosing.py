@@ -218,6 +218,6 @@ def draw_speed(path: Path, results: Results) -> None:
             label = view.names[row] if method == "none" else method
             fast = speed.speed(results.root, "cuda", attention, method)
             if fast != "–":
-                points[label + fast[4:]] = float(fast[:4]), view.mean(row)
+                points.setdefault(label + fast[4:], (float(fast[:4]), view.mean(row)))
         panels.append(plots.Panel(f"{attention} attention", x, points, f"validation {y}"))
     plots.points(path, panels)

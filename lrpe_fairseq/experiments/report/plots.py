@@ -109,7 +109,7 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
         axes.set_yticks(range(len(points)), names, fontsize=8)
         axes.set_ylim(len(points) - 0.5, -0.5)
         _scale(axes, [mean for _, mean, *_ in points], panel.kind, "x")
-        if points[0][1] > 10_000:
+        if not panel.kind and points[0][1] > 10_000:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M")
     save(figure, path)
 
