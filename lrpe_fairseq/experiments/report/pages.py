@@ -26,10 +26,10 @@ CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 
 
 def pages(root: Path) -> dict[str, str]:
-    """Return path -> text of every page and CSV file of the tables."""
+    """Return path -> text of every page and CSV file of the tables with runs."""
     results, found = frame.results(root), {}
     by_page: dict[str, list[Table]] = {}
-    for table in results.tables.values():
+    for table in (t for t in results.tables.values() if results.sheets_of(t.name)):
         by_page.setdefault(table.page or table.name, []).append(table)
         found[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
     for name, tables in by_page.items():
