@@ -588,9 +588,9 @@ def _convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> No
     Raises: Refusal if no number of them has the same samples.
     """
     sizes = 1, 1
-    if _other(before, now, _OF_TASK):
+    if _differing(before, now, _OF_TASK):
         sizes = 0, 0
-    elif _other(before, now, _LIMITS):
+    elif _differing(before, now, _LIMITS):
         sizes = (0, 0) if place.get("shuffle", True) else (_full_batch(before), _full_batch(now))
     old, new = (n * each["processes"] for n, each in zip(sizes, (before, now), strict=True))
     updates = [[n * f for f in each["update_freq"]] for n, each in ((old, before), (new, now))]
@@ -600,7 +600,7 @@ def _convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> No
     place["iterations_in_epoch"] = read // new
 
 
-def _other(before: dict, now: dict, names: tuple[str, ...]) -> list[str]:
+def _differing(before: dict, now: dict, names: tuple[str, ...]) -> list[str]:
     """Return the names whose values differ, of those that both have."""
     return [n for n in names if n in before and n in now and before[n] != now[n]]
 
@@ -612,7 +612,7 @@ def _full_batch(batches: dict) -> int:
 
 
 def _refuse_batches(before: dict, now: dict, by_updates: bool) -> NoReturn:
-    options = {name: before[name] for name in _other(before, now, _LIMITS + _OF_TASK)}
+    options = {name: before[name] for name in _differing(before, now, _LIMITS + _OF_TASK)}
     if by_updates and before["update_freq"] != now["update_freq"]:
         options["update_freq"] = ",".join(map(str, before["update_freq"]))
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}

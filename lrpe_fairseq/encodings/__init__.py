@@ -143,6 +143,7 @@ def _wrapper(
     names = list(filter(accepts, ENCODINGS))
 
     def build(name: str) -> Constructor:
+        """Return the constructor of the form with this name."""
         if not accepts(name):
             raise ChoiceError(f"{prefix}:{name}: {why.format(', '.join(names))}")
         return partial(wrap, inner=constructor_of(name))
