@@ -24,7 +24,7 @@ from lrpe_fairseq.attention.projected import (
 )
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
-from lrpe_fairseq.encodings.base import stored
+from lrpe_fairseq.encodings.networks import stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 

@@ -19,7 +19,7 @@ from lrpe_fairseq.attention.chunked import block_decay
 from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
-from lrpe_fairseq.encodings.base import Transport
+from lrpe_fairseq.encodings.forms import Transport
 from lrpe_fairseq.kernels import causal_cpu, loader
 from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
 from lrpe_fairseq.kernels.dispatch import exact, outside_graphs

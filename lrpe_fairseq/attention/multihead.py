@@ -31,7 +31,7 @@ from lrpe_fairseq.attention.projected import (
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
 from lrpe_fairseq.attention.transport import carried
-from lrpe_fairseq.encodings.base import Transport
+from lrpe_fairseq.encodings.forms import Transport
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 __all__ = [

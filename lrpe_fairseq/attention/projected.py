@@ -16,7 +16,8 @@ from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.base import OnePass, Planes, as_stored, stored
+from lrpe_fairseq.encodings.forms import OnePass, Planes
+from lrpe_fairseq.encodings.networks import as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import encode, loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs

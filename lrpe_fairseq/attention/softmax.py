@@ -24,7 +24,8 @@ from lrpe_fairseq.attention.tokens import (
     visible_pairs,
 )
 from lrpe_fairseq.attention.transport import carried, score_blocks
-from lrpe_fairseq.encodings.base import LOWEST, Encoding, Form, Transport, masked_softmax
+from lrpe_fairseq.encodings.base import Encoding
+from lrpe_fairseq.encodings.forms import LOWEST, Form, Transport, masked_softmax
 from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import exact, is_plain, is_transformed

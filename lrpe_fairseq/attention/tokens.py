@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Transport
+from lrpe_fairseq.encodings.forms import Transport
 from lrpe_fairseq.encodings.positions import (
     Lags,
     PositionCache,

@@ -1,7 +1,7 @@
 """Scores of keys that reflections carry along the text, in chunks (PaTH, Yang et al. 2025).
 
-score_st = q_s^T H_s ... H_(t+1) k_t with H_u = I - beta_u w_u w_u^T (``encodings.base.Transport``).
-In a chunk of C tokens H_C ... H_1 = I - W^T Y, where Y and Z solve one triangular system (the UT
+score_st = q_s^T H_s ... H_(t+1) k_t with H_u = I - beta_u w_u w_u^T (``encodings.forms``). In a
+chunk of C tokens H_C ... H_1 = I - W^T Y, where Y and Z solve one triangular system (the UT
 transform). All of it is ordinary differentiable PyTorch in the dtype of queries or keys, which is
 float32 or wider.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Transport
+from lrpe_fairseq.encodings.forms import Transport
 from lrpe_fairseq.kernels.causal import chunks_of, cut, decay_in_chunk
 from lrpe_fairseq.kernels.dispatch import exact
 

@@ -16,19 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings import domains
-from lrpe_fairseq.encodings.base import (
-    Card,
-    Fold,
-    Form,
-    Planes,
-    Properties,
-    QueryKeyEncoding,
-    undecayed,
-)
+from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import bands, phases_by_head, rotate_both, rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.forms import Fold, Form, Planes
 from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import Lags, PositionCache, constant
 from lrpe_fairseq.encodings.rotations import (
     Spectrum,

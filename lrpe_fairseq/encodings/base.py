@@ -11,21 +11,17 @@ Axes: B batch, H heads, T query time, S key time, D key width.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.forms import ByToken, Fold, Form, OnePass, Transport, masked_softmax
 from lrpe_fairseq.encodings.options import EncodingSpec, query_scale
+from lrpe_fairseq.encodings.parameters import Float32Module
 from lrpe_fairseq.encodings.positions import Lags
 from lrpe_fairseq.kernels.dispatch import exact
-
-Planes = tuple[Tensor, ...]
-"""A real tensor as (re,) or a complex tensor as (re, im)."""
-
-OnePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Encodes q and k; see :meth:`QueryKeyEncoding.one_pass`."""
 
 
 @dataclass(frozen=True)
@@ -68,161 +64,6 @@ class Properties:
     keeps_norm: bool = True
     contextual: bool = False
     reach: int = 0
-
-
-LOWEST = -3e4
-"""Smallest bias: exp(-3e4) is 0 in every floating dtype, and float16 can represent -3e4."""
-
-
-# --- what an encoding does to the scores -------------------------------------------------------
-
-
-class ByToken(NamedTuple):
-    """A bias as data of the queries and the keys, for lags n = s - t: scores
-    scale q_s.k_t + by_query_s[n] + by_key_t[n]."""
-
-    q: Tensor
-    """(B, H, T, D): what replaces q, not scaled."""
-    first_lag: int
-    """The lag of the first of C columns. Lags without a column have the value of the nearest."""
-    by_query: Tensor | None = None
-    """(B, H, T, C)."""
-    by_key: Tensor | None = None
-    """(B, H, S, C)."""
-
-
-class Form(NamedTuple):
-    """What an encoding does to the scaled scores z_st of softmax attention; None: nothing.
-
-    In this order: z is multiplied by exp(score_decay n) and :attr:`factor`, mapped by
-    :attr:`rescore`, and the biases and decay n are added; :attr:`weigh` replaces the softmax. n is
-    the number of real tokens between s and t. The functions run in float32 or wider, and without
-    autocast, on blocks of queries.
-    """
-
-    table: Tensor | None = None
-    """(H, R): the bias of every lag from ``lags[0]`` on; float32 or wider."""
-    decay: Tensor | None = None
-    """(H,): see :meth:`Encoding.log_decay`."""
-    score_decay: Tensor | None = None
-    """(H,): as ``decay``, of the score itself."""
-    factor: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(q_positions, k_positions) -> float64 (T, S) or (B, T, S)."""
-    bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
-    """:meth:`ScoreEncoding.bias`."""
-    by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
-    """:meth:`ScoreEncoding.by_token`: ``bias`` in another form, which a kernel serves."""
-    rescore: Callable[..., Tensor] | None = None
-    """:meth:`ScoreEncoding.forward`."""
-    weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
-    """:meth:`ScoreEncoding.weigh`."""
-    shares: bool = False
-    """True if ``weigh`` gives every key before the query, from the newest on, the share sigmoid(z)
-    of what is left, which a kernel computes."""
-
-    def has_only(self, *names: str) -> bool:
-        """True if no other field is given. Comparing a tensor with None would take 30 us."""
-        fields = zip(self._fields, self, strict=True)
-        return {name for name, x in fields if x is not None and x is not False} <= {*names}
-
-
-class Transport(NamedTuple):
-    """Reflections that carry keys along the text: the score of (s, t) becomes
-    q~_s^T H_s H_(s-1) ... H_(t+1) k~_t with H_u = I - beta_u w_u w_u^T. Causal attention only.
-
-    Decays, gates and all other terms act on these scores as on any others.
-    """
-
-    w: Tensor
-    """(B, H, T, D'), of norm 1 and encoded like a key; float32 or wider."""
-    beta: Tensor
-    """(B, H, T), in [0, 2]; 0 at padding."""
-
-    def of(self, part: slice) -> "Transport":
-        """Return the reflections of a slice of the tokens."""
-        return Transport(self.w[:, :, part], self.beta[:, :, part])
-
-
-class Fold(NamedTuple):
-    """An encoding in two parts; its scores are those of :meth:`QueryKeyEncoding.forward`.
-
-    projection: the linear map P, from (..., H, T, D) to planes of this shape.
-    turn: encodes the planes of P q and P k at positions of queries and of keys, as ``forward``.
-    """
-
-    projection: Callable[[Tensor], Planes]
-    turn: Callable[[Planes, Planes, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-# --- the protocols -----------------------------------------------------------------------------
-
-
-START_STD = 0.02
-"""Standard deviation of the weights of gates, reflections and states at the start, as in the codes
-of FoX, PaTH and TAPE."""
-
-
-def as_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function of the last axis to x (B, T, .), which fairseq stores as (T, B, .).
-
-    PyTorch's functions would copy x, and in each backward pass its gradient, once per call.
-    """
-    x, time_first = stored(x)
-    return function(x).transpose(0, 1) if time_first else function(x)
-
-
-def stored(x: Tensor) -> tuple[Tensor, bool]:
-    """Return (T, B, .) and True if x (B, T, .) is stored so, else x and False."""
-    if x.is_contiguous():
-        return x, False
-    swapped = x.transpose(0, 1)
-    return (swapped, True) if swapped.is_contiguous() else (x, False)
-
-
-def drawn(generator: torch.Generator, *shape: int) -> nn.Parameter:
-    """Return weights from N(0, START_STD^2), float32 on the CPU.
-
-    Not in an ``nn.Linear``, which fairseq's BERT models would initialize again.
-    """
-    return nn.Parameter(START_STD * torch.randn(shape, generator=generator, device="cpu"))
-
-
-def undecayed(start: Tensor, learned: bool = True, by_any_adam: bool = False) -> nn.Parameter:
-    """Return a parameter without weight decay: an angle, a frequency or a generator of rotations.
-
-    start: its initial value. learned: False for a parameter without gradients.
-    by_any_adam: False if only ``lrpe_adam`` leaves it undecayed, True if ``adam`` does, too.
-
-    The mark is fairseq's own attribute, which fairseq copies to the float32 copies of half types.
-    """
-    parameter = nn.Parameter(start, requires_grad=learned)
-    parameter.optim_overrides = {"optimizer": {"weight_decay_scale": 0, "any_adam": by_any_adam}}
-    return parameter
-
-
-class Float32Module(nn.Module):
-    """A module whose floating-point parameters and buffers stay in float32 or wider.
-
-    fairseq's trainer calls ``.half()`` or ``.to(bfloat16)`` on the whole model. A learned frequency
-    in half precision would give a phase that is wrong by several full rotations at position
-    10,000, and running statistics in half precision would stop changing.
-    """
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Module":
-        """Follow ``.to(device)``, but keep float tensors and gradients in float32 or wider."""
-        floating = [(n, t) for n, t in self.named_tensors() if t.is_floating_point()]
-        exact = {name: t.detach() for name, t in floating}
-        gradients = {name: t.grad.detach() for name, t in floating if t.grad is not None}
-        super()._apply(fn, recurse)
-        for name, tensor in self.named_tensors():
-            if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-                tensor.data = exact[name].to(tensor.device)
-                tensor.grad = gradients[name].to(tensor.device) if name in gradients else None
-        return self
-
-    def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return all parameters and buffers of this module and its children, with their names."""
-        return [*self.named_parameters(), *self.named_buffers()]
 
 
 class Encoding(Float32Module):
@@ -322,10 +163,9 @@ class Encoding(Float32Module):
     def log_gates(self, x: Tensor) -> Tensor | None:
         """Return the logarithms of a decay that depends on the tokens, or None.
 
-        Args:
-            x: the input of the layer, (B, T, C) with C = H D.
-        Returns: (B, H, T) float32, at most 0. Attention multiplies by the exponential of their sum
-            over t+1..s, and sets them to 0 at padding. A constant decay comes on top.
+        x is the input of the layer, (B, T, C) with C = H D. The result is (B, H, T) float32, at
+        most 0. Attention multiplies by the exponential of its sum over t+1..s, and sets it to 0 at
+        padding. A constant decay comes on top.
         """
         return None if self.forget_gate is None else self.forget_gate(x)
 
@@ -366,11 +206,8 @@ class Encoding(Float32Module):
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return what stands in for the positions of tokens, summed from the text, or None.
 
-        Args:
-            x: the input of the layer, (B, T, C). padding, starts: as of ``history.history``.
-            history: the tensors returned for the previous piece of the text, or none.
-        Returns: (B, H, T, E) float64, an argument of :meth:`QueryKeyEncoding.forward`, and the
-            history for the next piece, whose tensors have the batch as first axis.
+        It is (B, H, T, E) float64, an argument of :meth:`QueryKeyEncoding.forward`. All else is as
+        of :meth:`transport`.
         """
         if self.increments is None:
             return None, {}
@@ -379,8 +216,7 @@ class Encoding(Float32Module):
     def share_with(self, owner: "Encoding") -> None:
         """Replace the parameters by those of ``owner``, an encoding of the same name.
 
-        Called by :func:`lrpe_fairseq.encodings.sharing.share_across_layers` if :attr:`shared` is
-        true.
+        Called by ``sharing.share_across_layers`` if :attr:`shared` is true.
         """
         raise NotImplementedError(f"{type(self).__name__} has no parameters to share")
 
@@ -401,7 +237,7 @@ class QueryKeyEncoding(Encoding):
     before_feature_map: bool = False
     """True if linear attention encodes before the feature map instead of after it."""
 
-    def fold(self) -> "Fold | None":
+    def fold(self) -> Fold | None:
         """Return the parts of an encoding with a first linear map P without positions, or None.
 
         Attention then takes ``turn(projection(q), projection(k), ...)`` in place of
@@ -412,7 +248,7 @@ class QueryKeyEncoding(Encoding):
     def in_parts(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode by the parts of :meth:`fold`, in float32 or wider, or else by :meth:`forward`."""
+        """Encode by the parts of :meth:`fold`, in float32 or wider, else by :meth:`forward`."""
         fold = self.fold()
         if fold is None:
             return self(q, k, q_positions, k_positions)
@@ -448,12 +284,8 @@ class QueryKeyEncoding(Encoding):
     ) -> OnePass | None:
         """Return a function that encodes in one pass over memory, or None without such a kernel.
 
-        Args:
-            q, k, q_positions, k_positions: as in :meth:`forward`; q and k are examples of the
-                function's arguments.
-            phi: True to apply the feature map 1 + elu(x) first.
-        Returns: a function of tensors like q and k, equal to the encoding of them or of phi of
-            them.
+        It encodes tensors like q and k as :meth:`forward` does, with ``phi`` after the feature map
+        1 + elu(x).
         """
         return None
 
@@ -531,12 +363,3 @@ class ScoreEncoding(Encoding):
         key are all zero.
         """
         return masked_softmax(scores, visible, dtype)
-
-
-def masked_softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Compute a softmax over visible keys, in float32 or wider; see :meth:`ScoreEncoding.weigh`."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if visible is None:
-        return scores.softmax(-1, dtype=wide).to(dtype)
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    return scores.softmax(-1, dtype=wide).to(dtype).masked_fill(~visible, 0.0)

@@ -6,7 +6,8 @@ Axes: B batch, H heads, T query time, S key time.
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import LOWEST, ScoreEncoding
+from lrpe_fairseq.encodings.base import ScoreEncoding
+from lrpe_fairseq.encodings.forms import LOWEST
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.positions import (
     BLOCKS,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Planes, undecayed
+from lrpe_fairseq.encodings.forms import Planes
 from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.encodings.positions import (
     PositionCache,

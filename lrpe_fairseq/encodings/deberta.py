@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import ByToken, Card, ScoreEncoding
+from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
+from lrpe_fairseq.encodings.forms import ByToken
 from lrpe_fairseq.encodings.networks import Linear, applied, key_projection
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.encodings.positions import (

@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import LOWEST, Card, Form, Properties
+from lrpe_fairseq.encodings.base import Card, Properties
 from lrpe_fairseq.encodings.biases import LagBias
+from lrpe_fairseq.encodings.forms import LOWEST, Form
 from lrpe_fairseq.encodings.networks import linear
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.encodings.positions import (

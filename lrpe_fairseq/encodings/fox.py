@@ -7,16 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import (
-    Card,
-    Encoding,
-    Properties,
-    QueryKeyEncoding,
-    as_stored,
-    drawn,
-)
+from lrpe_fairseq.encodings.base import Card, Encoding, Properties, QueryKeyEncoding
+from lrpe_fairseq.encodings.networks import as_stored
 from lrpe_fairseq.encodings.none import Unchanged
 from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.parameters import drawn
 from lrpe_fairseq.kernels.dispatch import exact
 
 

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Encoding, Fold, OnePass, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding
+from lrpe_fairseq.encodings.forms import Fold, OnePass, Planes
 from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError

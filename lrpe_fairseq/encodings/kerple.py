@@ -5,9 +5,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, undecayed
+from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.kernels.dispatch import is_transformed
 
 SMALLEST = 0.01

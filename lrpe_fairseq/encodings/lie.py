@@ -17,10 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, Fold, Properties, QueryKeyEncoding, undecayed
+from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import bands, rotate_both
+from lrpe_fairseq.encodings.forms import Fold
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.encodings.rotations import (
     Spectrum,

@@ -13,8 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, Fold, OnePass, Planes, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
+from lrpe_fairseq.encodings.forms import Fold, OnePass, Planes
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.positions import check_positions
 from lrpe_fairseq.encodings.projections import (

@@ -1,4 +1,9 @@
-"""Linear maps inside encodings, initialized from a generator."""
+"""Linear maps inside encodings, initialized from a generator, and maps of the last axis.
+
+Axes: B batch, T time.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -52,3 +57,20 @@ def key_projection(width: int, generator: torch.Generator, bias: bool) -> Linear
     if bias:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+def as_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of the last axis to x (B, T, .), which fairseq stores as (T, B, .).
+
+    PyTorch's functions would copy x, and in each backward pass its gradient, once per call.
+    """
+    x, time_first = stored(x)
+    return function(x).transpose(0, 1) if time_first else function(x)
+
+
+def stored(x: Tensor) -> tuple[Tensor, bool]:
+    """Return (T, B, .) and True if x (B, T, .) is stored so, else x and False."""
+    if x.is_contiguous():
+        return x, False
+    swapped = x.transpose(0, 1)
+    return (swapped, True) if swapped.is_contiguous() else (x, False)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, Encoding, QueryKeyEncoding, drawn
+from lrpe_fairseq.encodings.base import Card, Encoding, QueryKeyEncoding
 from lrpe_fairseq.encodings.fox import FoX
 from lrpe_fairseq.encodings.history import causal_filter
 from lrpe_fairseq.encodings.none import NoEncoding, Unchanged
 from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.parameters import drawn
 
 RANK, TAPS = 32, 3
 """Rank of the map to w, and tokens of its filter, as in the authors' code."""

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, Form, OnePass, QueryKeyEncoding
+from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding
 from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.forms import Form, OnePass
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.permutations import CyclicPowers, permute
 from lrpe_fairseq.encodings.positions import Lags, check_positions, constant

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Planes
+from lrpe_fairseq.encodings.forms import Planes
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.encode import unit_vector

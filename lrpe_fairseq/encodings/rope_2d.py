@@ -5,11 +5,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Card, Encoding, Properties, undecayed
+from lrpe_fairseq.encodings.base import Card, Encoding, Properties
 from lrpe_fairseq.encodings.cores import Rotation, bands, phases, phases_by_head
 from lrpe_fairseq.encodings.grid import axes_of
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import constant
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.encode import Angles

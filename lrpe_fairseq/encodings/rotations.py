@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Fold
+from lrpe_fairseq.encodings.forms import Fold
 from lrpe_fairseq.encodings.positions import check_positions
 from lrpe_fairseq.kernels.dispatch import exact, gradients_of, is_plain
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, undecayed
+from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.cores import CORES, Rotation
 from lrpe_fairseq.encodings.history import causal_filter
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import exact_type
 from lrpe_fairseq.kernels.dispatch import exact
 
@@ -74,7 +75,8 @@ class Increments(nn.Module):
         places = steps.to(exact_type(x.device), memory_format=torch.contiguous_format).cumsum(2)
         if "places" in history:
             places = places + history["places"].unsqueeze(2)
-        return places, {"tail": tail, "places": places[:, :, -1]}
+        last = places[:, :, -1] if x.shape[1] else history.get("places", places.sum(2))
+        return places, {"tail": tail, "places": last}
 
     def _steps(self, x: Tensor, given: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
         """Return the increments (B, H, T, E) of x (B, T, C), and the tail of the filter."""

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding, undecayed
+from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import PositionCache, check_positions, counted, known_range
 from lrpe_fairseq.errors import ChoiceError
 

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, Form, Properties, ScoreEncoding
+from lrpe_fairseq.encodings.base import Card, Properties, ScoreEncoding
 from lrpe_fairseq.encodings.biases import seen_keys
+from lrpe_fairseq.encodings.forms import Form
 from lrpe_fairseq.encodings.positions import Lags, check_positions
 
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import Card, Float32Module, drawn
+from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.cores import rotate_pairs
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.options import EncodingSpec
+from lrpe_fairseq.encodings.parameters import Float32Module, drawn
 from lrpe_fairseq.kernels.dispatch import exact
 
 DIAGONAL = "tape-diagonal"

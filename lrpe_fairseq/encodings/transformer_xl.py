@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.base import ByToken, Card, ScoreEncoding
+from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.cores import BASE
+from lrpe_fairseq.encodings.forms import ByToken
 from lrpe_fairseq.encodings.networks import applied, key_projection
 from lrpe_fairseq.encodings.options import EncodingSpec, query_scale
 from lrpe_fairseq.encodings.positions import (

@@ -17,8 +17,8 @@ from fairseq.modules import LayerNorm
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.base import Float32Module
 from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.parameters import Float32Module
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes

@@ -16,8 +16,8 @@ class LRPEAdam(FairseqAdam):
     """``adam`` (decoupled weight decay) that decays neither vectors nor parameters of angles.
 
     It decays parameters of two or more dimensions, as DeiT's code does, which TMLR LRPE used for
-    images: neither biases nor weights of norms. It does not decay what an encoding creates by
-    ``encodings.base.undecayed``: angles, frequencies and generators of rotations. ``adam`` decays
+    images: neither biases nor weights of norms. It does not decay what an encoding creates
+    by ``parameters.undecayed``: angles, frequencies and generators of rotations. ``adam`` decays
     them: an angle without a gradient shrinks by the factor exp(-sum over updates of rate x decay).
     Learned absolute positions are a matrix and are decayed, as in the authors' model; DeiT's own
     excludes them. Options are those of ``adam``. The rate is the same for all parameters.
@@ -69,7 +69,7 @@ def spare_marked_parameters() -> None:
 
 
 def _mark(parameter: nn.Parameter) -> dict[str, Any] | None:
-    """Return what ``encodings.base.undecayed`` says of a parameter, None for other parameters."""
+    """Return what ``undecayed`` noted on a parameter of an encoding, None for other parameters."""
     return getattr(parameter, "optim_overrides", {}).get("optimizer")
 
 
