@@ -1,7 +1,7 @@
 """The sums of linear attention in PyTorch, with products of half-precision numbers.
 
 They serve GPUs that run no Triton kernels, such as V100, whose tensor cores multiply float16
-numbers and add in float32; ``chunked`` multiplies in float32. Scores, states and their sums over
+numbers and add in float32; the definitions multiply in float32. Scores, states and their sums over
 chunks are float32. As a factor of the next product each is rounded once, after its rows are divided
 by their largest numbers, so that nothing overflows. The definitions are in ``kernels.causal``.
 """
@@ -14,7 +14,7 @@ from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.loader import AMPERE
 
 CHUNK = 128
-"""Longest chunk in tokens. There are half as many float32 states as in ``chunked``."""
+"""Longest chunk in tokens. There are half as many float32 states as with ``causal.CHUNK``."""
 
 
 def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:

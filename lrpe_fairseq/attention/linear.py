@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import chunked, half
-from lrpe_fairseq.attention.chunked import block_decay
+from lrpe_fairseq.attention import half
 from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
 from lrpe_fairseq.encodings.forms import Transport
-from lrpe_fairseq.kernels import causal_cpu, loader
-from lrpe_fairseq.kernels.causal import decay_matrix, full_definition
+from lrpe_fairseq.kernels import causal, causal_cpu, loader
+from lrpe_fairseq.kernels.causal import block_decay, decay_matrix, full_definition
 from lrpe_fairseq.kernels.dispatch import exact, outside_graphs
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
@@ -474,10 +473,11 @@ def _content_sums(
 def _causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``chunked.causal_sums`` in C++ if supported. Not traced by torch.compile."""
-    module = causal_cpu if causal_cpu.serves(q, k, v, log_decay) else chunked
-    _log_served("pytorch" if module is chunked else "c++", q)
-    return module.causal_sums(q, k, v, wanted, log_decay, eps)
+    """Compute ``causal.definition``, in C++ if supported. Not traced by torch.compile."""
+    fast = causal_cpu.serves(q, k, v, log_decay)
+    _log_served("c++" if fast else "pytorch", q)
+    form = causal_cpu.causal_sums if fast else causal.definition
+    return form(q, k, v, wanted, log_decay, eps)
 
 
 def _log_served(form: str, q: Tensor) -> None:
@@ -534,7 +534,8 @@ def _advance(
     numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
     if log_decay is not None:
-        decay = block_decay(log_decay, q.shape[-2], q)
+        each = log_decay if log_decay.dim() == 3 else log_decay[:, None].expand(-1, q.shape[-2])
+        decay = block_decay(each.double().cumsum(-1), q)
         q, k, kv = q * decay.into, k * decay.out_of, kv * decay.whole
     numerator = numerator + q @ before.kv
     kv = kv + k.transpose(-1, -2) @ v

@@ -1,13 +1,14 @@
 """The definitions of the sums of linear attention, in differentiable operations.
 
 It works chunk by chunk: scores are computed within a chunk, and earlier tokens contribute through
-the state. The fast forms are ``attention.chunked``, ``causal_cpu`` (C++) and ``causal_triton``;
+the state, in O(T) time and memory. ``causal_cpu`` (C++) and ``causal_triton`` are the fast forms;
 ``attention.half`` computes the definition with products of half-precision numbers.
 
 Axes: B batch, H heads, T time, N chunks of C tokens, D key width, E value width.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 CHUNK = 64
 """Maximum length of a chunk in tokens; the cost per token is O(CHUNK + D)."""
 
+SCAN = 64
+"""Number of chunks whose decayed states are summed by one SCAN x SCAN product."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,19 +50,18 @@ def definition(
     length = q.shape[-2]
     chunks, size = chunks_of(length, chunk)
     q, k, v = (cut(x, chunks, size) for x in (q, k, v))
-    scores, q_in, k_in, steps = product(q, k.mT).tril(), q, k, None
+    scores, q_in, k_in, logs = product(q, k.mT).tril(), q, k, None
     if log_decay is not None:
         total = decay_in_chunk(log_decay, length, chunks, size)  # B H N C
         within = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
-        scores, q_in = scores * within.to(scores), q * total.exp().to(scores).unsqueeze(-1)
-        k_in = k * (total[..., -1:] - total).exp().to(scores).unsqueeze(-1)
-        after = total[..., -1].cumsum(-1)
-        steps = (after.unsqueeze(-1) - after.unsqueeze(-2)).tril().exp().tril().to(scores)
-    out = product(scores, v) + product(q_in, _before(product(k_in.mT, v), steps))
+        decay = block_decay(total, scores)
+        scores, q_in, k_in = scores * within.to(scores), q * decay.into, k * decay.out_of
+        logs = total[..., -1].cumsum(-1)
+    out = product(scores, v) + product(q_in, _before(product(k_in.mT, v), logs))
     out = out.flatten(2, 3)[:, :, :length]
     if wanted == "numerator":
         return out, None
-    keys = _before(k_in.sum(-2, keepdim=True, dtype=scores.dtype), steps)
+    keys = _before(k_in.sum(-2, keepdim=True, dtype=scores.dtype), logs)
     denominator = scores.sum(-1) + (q_in * keys).sum(-1)
     denominator = denominator.flatten(2)[:, :, :length]
     if wanted == "sums":
@@ -130,10 +132,40 @@ def decay_in_chunk(log_decay: Tensor, length: int, chunks: int, size: int) -> Te
     return logs.unflatten(-1, (chunks, size)).cumsum(-1)
 
 
-def _before(sums: Tensor, steps: Tensor | None) -> Tensor:
-    """Return the sum over all earlier chunks of (B, H, N, ., .), decayed by ``steps``."""
-    if steps is None:
+class BlockDecay(NamedTuple):
+    """Factors of a decay in a block of T tokens, (..., T, 1) or (..., 1, 1).
+
+    into: from the state before the block to a token. out_of: from a token to the state after the
+    block. whole: from the state before the block to the one after it.
+    """
+
+    into: Tensor
+    out_of: Tensor
+    whole: Tensor
+
+
+def block_decay(total: Tensor, like: Tensor) -> BlockDecay:
+    """Return the factors for the cumulative log decay ``total`` (..., T) in a block, float64."""
+    left = total.unsqueeze(-1)
+    whole = left[..., -1:, :]
+    return BlockDecay(*(power.exp().to(like) for power in (left, whole - left, whole)))
+
+
+def _before(sums: Tensor, logs: Tensor | None) -> Tensor:
+    """Return the sum over all earlier chunks of (B, H, N, ., .).
+
+    logs: the cumulative log decay (B, H, N) up to the end of every chunk, or None.
+    """
+    if logs is None:
         after = sums.cumsum(2)
     else:
-        after = (steps @ sums.flatten(3)).unflatten(-1, sums.shape[3:])
+        found, last = [], 0.0
+        for part, own in zip(sums.split(SCAN, 2), logs.split(SCAN, 2), strict=True):
+            steps = (own.unsqueeze(-1) - own.unsqueeze(-2)).tril().exp().tril().to(sums)
+            here = (steps @ part.flatten(3)).unflatten(-1, sums.shape[3:])
+            if found:
+                carried = (own - last).exp().to(sums)[..., None, None]
+                here = here + carried * found[-1][:, :, -1:]
+            found, last = [*found, here], own[..., -1:]
+        after = torch.cat(found, 2)
     return torch.cat([torch.zeros_like(after[:, :, :1]), after[:, :, :-1]], 2)

@@ -1,8 +1,8 @@
 """The causal sums of linear attention in C++ for a CPU.
 
-The sums equal those of ``chunked``. Intermediate results stay in the cache of the core that
+The sums equal ``causal.definition``. Intermediate results stay in the cache of the core that
 processes a sequence, scores above the diagonal are not computed, and states are recomputed in the
-backward pass. ``chunked`` is used if ``causal_cpu.cpp`` does not compile.
+backward pass. The definition is used if ``causal_cpu.cpp`` does not compile.
 """
 
 import ctypes

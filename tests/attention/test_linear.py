@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
     linear_attention,
@@ -12,6 +11,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_window,
 )
 from lrpe_fairseq.attention.tokens import tokens_of
+from lrpe_fairseq.kernels import causal as in_pytorch
 from lrpe_fairseq.kernels import causal_cpu
 from tests.pairwise import pairwise
 
@@ -49,10 +49,9 @@ def outputs_and_gradients(function, inputs, **options):
     return [out, *(g for g in grads if g is not None)]
 
 
-FORMS = {  # all sequences at a time, some of them, parts of one
+FORMS = {
     "chunked": {},
-    "chunked, some at a time": {"PIECE": 400, "SCAN": 2},
-    "chunked, parts at a time": {"PIECE": 130, "SCAN": 1},
+    "chunked, two states at a time": {"SCAN": 2},
     "native": {},
     "native, short segments": {"SEGMENT": 64},
 }
@@ -66,7 +65,7 @@ def use(form, monkeypatch):
     elif causal_cpu.library() is None:
         pytest.skip("causal_cpu.cpp does not compile here")
     for setting, value in FORMS[form].items():
-        monkeypatch.setattr({"chunked": chunked, "native": causal_cpu}[name], setting, value)
+        monkeypatch.setattr({"chunked": in_pytorch, "native": causal_cpu}[name], setting, value)
 
 
 @pytest.mark.parametrize(

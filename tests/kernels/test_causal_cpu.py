@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention import chunked
 from lrpe_fairseq.attention.linear import (
     EPS,
     LOWEST_DECAY,
@@ -33,7 +32,7 @@ def weights_of(out):
 
 def results(form, inputs, wanted="normalized", log_decay=None):
     """Outputs and gradients, the denominators' among them."""
-    out, denominator = form.causal_sums(*inputs, wanted, log_decay, EPS)
+    out, denominator = form(*inputs, wanted, log_decay, EPS)
     loss = (out * weights_of(out)).sum()
     if denominator is not None:
         loss = loss + (denominator * weights_of(denominator)).sum()
@@ -51,8 +50,8 @@ def test_every_width_is_served_in_float32(keys, values, wanted, decay):
     log_decay = None if decay is None else torch.tensor(decay)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     assert causal_cpu.serves(*inputs)
-    found = results(causal_cpu, inputs, wanted, log_decay)
-    assert_near(found, results(chunked, exact, wanted, log_decay), 1e-5)
+    found = results(causal_cpu.causal_sums, inputs, wanted, log_decay)
+    assert_near(found, results(causal.definition, exact, wanted, log_decay), 1e-5)
 
 
 def with_gates(inputs, dtype=None):
@@ -99,7 +98,7 @@ def test_a_clamped_denominator_has_no_gradient():
     denominators = (inputs[0] @ inputs[1].mT).tril().sum(-1)
     assert (denominators < EPS).any()
     assert (denominators > EPS).any()
-    assert_near(results(causal_cpu, inputs), results(chunked, inputs), 1e-9)
+    assert_near(results(causal_cpu.causal_sums, inputs), results(causal.definition, inputs), 1e-9)
 
 
 def heads_inside(x):
@@ -122,12 +121,12 @@ def minus_in_name(x):
 def test_any_layout_in_memory_is_read_right(layout):
     inputs = example(70, dtype=torch.float64)
     given = [layout(x.detach()).requires_grad_() for x in inputs]
-    assert_near(results(causal_cpu, given), results(chunked, inputs), 1e-9)
+    assert_near(results(causal_cpu.causal_sums, given), results(causal.definition, inputs), 1e-9)
 
 
 def test_results_lie_in_memory_as_the_arguments_do():
     inputs = [heads_inside(x.detach()).requires_grad_() for x in example(70)]
-    out, _, _, grad_v = results(causal_cpu, inputs)
+    out, _, _, grad_v = results(causal_cpu.causal_sums, inputs)
     assert out.stride() == grad_v.stride() == inputs[2].stride()
 
 
