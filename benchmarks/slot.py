@@ -34,7 +34,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import rivals, tiles, training
-from benchmarks.run import RESULTS, SAME
+from benchmarks.run import RESULTS
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.experiments.records.files import read_json, write_json
 from lrpe_fairseq.experiments.records.runs import environment
@@ -42,6 +42,8 @@ from lrpe_fairseq.kernels import loader
 
 USUAL = ("machine", "busy", "attention", "steps", "roberta")
 PARTS = (*USUAL, "tiles")
+SAME = ("hardware", "versions", "threads", "dtype")
+"""What all rows of a file share."""
 LONGEST_ROW = 90.0
 """Seconds after which a row is given up, compilation included."""
 START = 20.0
@@ -293,7 +295,7 @@ def flat_row(setting: Setting) -> Row:
 def method_rows(setting: Setting, measure: Measure, name: str) -> list[Row]:
     """Return the training steps of a method at two lengths, with both attentions."""
     kinds = ("softmax",) if name == training.STOCK else ("softmax", "linear")
-    able = [(a, name) for a in kinds if len(kinds) == 1 or training.serves("lm", a, name)]
+    able = [(a, name) for a in kinds if len(kinds) == 1 or training.serves(a, name)]
     return [
         row for length in setting.step_lengths for row in step_rows("steps", measure, able, length)
     ]

@@ -1,7 +1,7 @@
 """Training speed of every encoding relative to Base (LRPE, Table 9): ``lrpe_lm`` and RoBERTa."""
 
 from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +14,12 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
+from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.models.language_model import LRPELanguageModel, LRPELanguageModelConfig
 from lrpe_fairseq.models.masked_lm import LRPERobertaConfig, LRPERobertaModel
 
 VOCABULARY = 8192
 LENGTH = 512
-MODELS = ("lm", "roberta")
 ROBERTA_LAYERS = 4  # instead of 12, each as in the paper: same ratios in a third of the time
 STOCK = "stock"
 """The name of fairseq's own model of the same size, with softmax attention."""
@@ -67,31 +66,27 @@ def measure(
     device: str,
     tokens: int,
     rounds: int,
-    model: str,
-    chosen: Collection[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> list[dict]:
-    """Rows of {model, attention, encoding, seconds, spread, tokens_per_second, relative_speed,
+    """Rows of {attention, encoding, seconds, spread, tokens_per_second, relative_speed,
     relative_speed_quartiles}.
 
     ``relative_speed``: against Base, the median over rounds. Those of ``BESIDE_ROPE`` also have
     ``relative_to_rope``.
 
-    model: a name of :data:`MODELS`. chosen: the encodings to time; all without any. Each encoding
-    is timed in turn with Base (and RoPE) only, because the machine's speed drifts within a round
-    of sixteen. One step is forward, loss, backward and fused Adam on ``tokens`` tokens in sequences
-    of 512, with the model and its gradients in ``dtype``. The vocabulary is small, so that the
-    encodings' share of the time is larger than with the paper's 267,744 words.
+    Each encoding is timed in turn with Base (and RoPE) only, because the machine's speed drifts
+    within a round of sixteen. One step is forward, loss, backward and fused Adam on ``tokens``
+    tokens in sequences of 512, with the model and its gradients in ``dtype``. The vocabulary is
+    small, so that the encodings' share of the time is larger than with the paper's 267,744 words.
     """
     rows = []
     for attention in ("linear", "softmax"):
-        base = step(model, "none", attention, device, tokens, dtype)
-        for name in filter(partial(serves, model, attention), chosen or names()):
+        base = step("lm", "none", attention, device, tokens, dtype)
+        for name in filter(partial(serves, attention), names()):
             timed = ["rope", name] if name in BESIDE_ROPE else [name]
-            steps = {n: step(model, n, attention, device, tokens, dtype) for n in timed}
-            rows.append(
-                _row(model, attention, name, tokens, contest({"none": base, **steps}, rounds))
-            )
+            steps = {n: step("lm", n, attention, device, tokens, dtype) for n in timed}
+            timings = contest({"none": base, **steps}, rounds)
+            rows.append(_row(attention, name, tokens, timings))
     return rows
 
 
@@ -105,7 +100,7 @@ def measure_table6(
 ) -> list[dict]:
     """Rows of TMLR LRPE, Table 6: {row, encoding, normalizer, seconds, spread, ...}.
 
-    As :func:`measure` of ``roberta`` with linear attention, but every row has its own normalizer.
+    As :func:`measure`, of ``lrpe_roberta`` with linear attention; every row has a normalizer.
     """
     rows, base = [], step("roberta", "none", "linear", device, tokens, dtype)
     for label, (name, normalizer) in TABLE_6.items():
@@ -140,13 +135,9 @@ def measure_stacks(
     return rows
 
 
-def serves(model: str, attention: str, name: str) -> bool:
-    """True if the encoding serves the attention type, causal in ``lm`` and full in ``roberta``."""
-    name = VARIANTS.get(name, (name,))[0]
-    kind = encoding_class(name)
-    return (attention == "softmax" or kind.serves_linear) and not (
-        model == "roberta" and is_causal_only(name)
-    )
+def serves(attention: str, name: str) -> bool:
+    """True if the encoding serves the attention type."""
+    return attention == "softmax" or encoding_class(VARIANTS.get(name, (name,))[0]).serves_linear
 
 
 def step(
@@ -266,12 +257,9 @@ def dictionary_of(size: int) -> Dictionary:
     return dictionary
 
 
-def _row(
-    model: str, attention_type: str, name: str, tokens: int, timings: dict[str, Timing]
-) -> dict:
+def _row(attention_type: str, name: str, tokens: int, timings: dict[str, Timing]) -> dict:
     timing = timings[name]
     return {
-        "model": model,
         "attention": attention_type,
         "encoding": name,
         **speeds(tokens, timing, timings["none"]),

@@ -189,18 +189,17 @@ class Permutation(nn.Module):
         self.register_buffer("permutation", draw)
         self.cycles = CyclicPowers()
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the indices of pi^s and of its inverse, (T, D) or (B, 1, T, D) each."""
-        powers = self.cycles.powers(self.permutation, positions)
-        return tuple(over_heads(index, positions) for index in powers)
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the indices of pi^s, (T, D) or (B, 1, T, D)."""
+        return over_heads(self.cycles.powers(self.permutation, positions), positions)
 
     def in_kernel(self, device: torch.device) -> Tensor:
         """Return the cycles of pi; see :meth:`Rotation.in_kernel`."""
         return self.cycles.cycles(self.permutation)
 
-    def forward(self, planes: Planes, powers: tuple[Tensor, ...]) -> Planes:
-        """Permute the last axis of every plane (..., T, D) by ``powers``, from :meth:`at`."""
-        return tuple(permute(x, *powers) for x in planes)
+    def forward(self, planes: Planes, power: Tensor) -> Planes:
+        """Permute the last axis of every plane (..., T, D) by ``power``, from :meth:`at`."""
+        return tuple(permute(x, power) for x in planes)
 
 
 def bands(width: int, base: float = BASE) -> Tensor:

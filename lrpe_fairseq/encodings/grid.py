@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings.base import Encoding, QueryKeyEncoding
-from lrpe_fairseq.encodings.forms import Fold, OnePass, Planes
+from lrpe_fairseq.encodings.forms import OnePass
 from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
@@ -87,18 +87,6 @@ class GridEncoding(QueryKeyEncoding):
         each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
         encoded = [part(*given) for part, *given in each]
         return tuple(_joined(halves) for halves in zip(*encoded, strict=True))
-
-    def fold(self) -> Fold | None:
-        """Fold the encoding of row + column; see :meth:`QueryKeyEncoding.fold`."""
-        fold = self.parts[0].fold() if self.grid == "sum" else None
-        if fold is None:
-            return None
-
-        def turn(q: Planes, k: Planes, *positions: Tensor) -> tuple[Tensor, Tensor]:
-            (at_q,), (at_k,) = self._positions(*positions)
-            return fold.turn(q, k, at_q, at_k)
-
-        return Fold(fold.projection, turn)
 
     def one_pass(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool

@@ -3,39 +3,22 @@
 pi^s(j) is found on the cycle that contains j, so every position up to 2^31 costs the same.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.kernels import encode, encode_cpu
-from lrpe_fairseq.kernels.dispatch import has_values, is_plain
+from lrpe_fairseq.kernels.dispatch import has_values
 
 
-def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Return x[..., index[..., j]] for x (..., D). ``inverse`` is the inverse of ``index``.
-
-    Both are int64 and broadcast to the shape of x.
-    """
+def permute(x: Tensor, index: Tensor) -> Tensor:
+    """Return x[..., index[..., j]] for x (..., D) and int64 indices that broadcast to its shape."""
     form = encode.Form(phi=False, permutes=True)
     if encode_cpu.serves(x, form):
-        return encode_cpu.encode(x, None, (index, inverse), form)
-    if not is_plain(x):
-        return x.gather(-1, index.expand_as(x))
-    return _Permuted.apply(x, index.expand_as(x), inverse.expand_as(x))
-
-
-class _Permuted(torch.autograd.Function):
-    """A gather whose gradient is the inverse gather, which is faster than a scatter-add."""
-
-    @staticmethod
-    def forward(ctx, x, index, inverse):
-        ctx.save_for_backward(index, inverse)
-        return x.gather(-1, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        index, inverse = ctx.saved_tensors
-        return _Permuted.apply(grad, inverse, index), None, None
+        return encode_cpu.encode(x, None, index, form)
+    return x.gather(-1, index.expand_as(x))
 
 
 class CyclicPowers:
@@ -49,17 +32,11 @@ class CyclicPowers:
         self._of_positions = PositionCache()
         self._known: tuple | None = None
 
-    def powers(self, permutation: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return pi^s(j) and pi^-s(j) for pi (D,) or (H, D) and positions s of any shape.
-
-        Both are int64 of shape s.shape + pi.shape, and inverse to each other.
-        """
+    def powers(self, permutation: Tensor, positions: Tensor) -> Tensor:
+        """Return pi^s(j), int64 of shape s.shape + pi.shape, for pi (D,) or (H, D) and any s."""
         form = self.cycles(permutation)
-        return self._of_positions.get(
-            (positions, form),
-            None,
-            lambda: tuple(encode.along_cycles(form, s) for s in (positions, -positions)),
-        )
+        compute = partial(encode.along_cycles, form, positions)
+        return self._of_positions.get((positions, form), None, compute)
 
     def cycles(self, permutation: Tensor) -> Tensor:
         """Return :func:`cycle_form` of pi."""

@@ -54,7 +54,7 @@ class PermuteFormer(QueryKeyEncoding):
     ) -> tuple[Tensor, Tensor]:
         """Permute the features of q and k; see :meth:`QueryKeyEncoding.forward`."""
         return tuple(
-            permute(x, *self._orders(check_positions(positions, x)))
+            permute(x, self._order(check_positions(positions, x)))
             for x, positions in ((q, q_positions), (k, k_positions))
         )
 
@@ -70,15 +70,14 @@ class PermuteFormer(QueryKeyEncoding):
             return lambda q, k: kernels.encode(q, k, None, cycles, at, form)
         if not (encode_cpu.serves(q, form) and encode_cpu.serves(k, form)):
             return None
-        of_q = self._orders(check_positions(q_positions, q))
-        of_k = self._orders(check_positions(k_positions, k))
+        of_q = self._order(check_positions(q_positions, q))
+        of_k = self._order(check_positions(k_positions, k))
         run = encode_cpu.encode
         return lambda q, k: (run(q, None, of_q, form), run(k, None, of_k, form))
 
-    def _orders(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the indices of pi_h^s and of its inverse, (H, T, D) or (B, H, T, D) each."""
-        powers = self.cycles.powers(self.permutation, positions)
-        return tuple(index.transpose(-3, -2) for index in powers)
+    def _order(self, positions: Tensor) -> Tensor:
+        """Return the indices of pi_h^s, (H, T, D) or (B, H, T, D)."""
+        return self.cycles.powers(self.permutation, positions).transpose(-3, -2)
 
     def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return log r_h, (H,) float32, all negative; None in a bidirectional model."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.forms import Planes
 from lrpe_fairseq.encodings.options import EncodingSpec, option
-from lrpe_fairseq.kernels.dispatch import is_plain
 from lrpe_fairseq.kernels.encode import unit_vector
 
 
@@ -132,41 +131,7 @@ class Fourier(nn.Module):
 
 def reflect(x: Tensor, unit: Tensor) -> Tensor:
     """Compute x - 2 u (u^T x) for every row of x (..., D) and one unit vector u (D,)."""
-    if not is_plain(x, unit):
-        return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
-    return _Reflection.apply(x, unit)
-
-
-class _Reflection(torch.autograd.Function):
-    """The reflection of x in the hyperplane normal to a unit vector u.
-
-    The map is symmetric, so the gradient of x is the reflected gradient: two passes over memory
-    instead of the six of automatic differentiation.
-    """
-
-    @staticmethod
-    def forward(ctx, x, unit):
-        ctx.save_for_backward(unit, x if ctx.needs_input_grad[1] else None)
-        return _reflected(x, unit)
-
-    @staticmethod
-    def backward(ctx, grad):
-        unit, x = ctx.saved_tensors
-        grad_x = reflect(grad, unit) if ctx.needs_input_grad[0] else None
-        if x is None:
-            return grad_x, None
-        g, x = grad.reshape(-1, unit.numel()), x.reshape(-1, unit.numel())
-        return grad_x, -2 * (x.T @ (g @ unit) + g.T @ (x @ unit))
-
-
-def _reflected(x: Tensor, unit: Tensor) -> Tensor:
-    along = (x.transpose(1, 2) @ unit).transpose(1, 2) if _is_time_major(x) else x @ unit
-    return torch.addcmul(x, along.unsqueeze(-1), unit, value=-2)
-
-
-def _is_time_major(x: Tensor) -> bool:
-    """True if the memory layout of x (B, H, T, D) is (B, T, H, D), which ``@`` would copy."""
-    return x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+    return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
 
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:

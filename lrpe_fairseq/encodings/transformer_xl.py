@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
@@ -16,7 +15,6 @@ from lrpe_fairseq.encodings.positions import (
     PositionCache,
     check_positions,
     known_lags,
-    known_range,
 )
 
 
@@ -28,10 +26,8 @@ class TransformerXL(ScoreEncoding):
     on its position. W is initialized like a key projection of fairseq (Xavier, gain 1/sqrt 2), and
     u and v from N(0, 0.02^2).
 
-    If queries and keys both count up by one and end together, terms (b) and (d) take one product
-    with the S (bidirectional: S + T - 1) vectors W R and a left shift of each row (Appendix B). For
-    other positions (padded batches) the products are gathered by distance. A causal model sets (b)
-    and (d) to zero for keys after the query, as in the appendix; the mask removes (a) and (c).
+    Terms (b) and (d) take one product with W R at every distance that occurs, as in Appendix B, and
+    a gather. A causal model sets them to zero for keys after the query; the mask removes (a), (c).
 
     Trap: q is already scaled by D^-0.5, so u and v are scaled here, and W R is not.
     """
@@ -61,8 +57,6 @@ class TransformerXL(ScoreEncoding):
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys
-        if end_together(q_positions, k_positions):
-            return of_keys + self._by_shift(q, q_positions, k.shape[-2])
         return of_keys + self._by_distance(q, q_positions, k_positions)
 
     def by_token(self, q: Tensor, k: Tensor, lags: Lags) -> ByToken:
@@ -87,17 +81,6 @@ class TransformerXL(ScoreEncoding):
         u, v = (scale * self.u).to(q.dtype), (scale * self.v).to(q.dtype)
         return q + v.unsqueeze(-2), (k @ u.unsqueeze(-1)).mT
 
-    def _by_shift(self, q: Tensor, q_positions: Tensor, keys: int) -> Tensor:
-        """Compute (b) + (d) with one product with W R at distances S-1, S-2, ..., and left shifts
-        (Appendix B)."""
-        last, width = 0 if self.spec.causal else 1 - q.shape[-2], self.r_proj.in_features
-
-        def sinusoids() -> Tensor:
-            return sinusoid(torch.arange(keys - 1, last - 1, -1, device=q.device), width)
-
-        r = self._sinusoids.get(q_positions, (keys, last), sinusoids)
-        return left_shift(q @ self.position_keys(r, q.dtype).transpose(-1, -2), keys)
-
     def _by_distance(self, q: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Compute (b) + (d) with a product with W R at every distance that occurs, and a gather."""
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
@@ -121,27 +104,6 @@ def sinusoid(distance: Tensor, width: int) -> Tensor:
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=distance.device) / width
     angle = distance.unsqueeze(-1).double() * BASE**-exponent
     return torch.cat([angle.sin(), angle.cos()], dim=-1)[..., :width]
-
-
-def left_shift(x: Tensor, width: int) -> Tensor:
-    """Shift row i of x (..., T, W) left by T-1-i and return ``width`` columns (Appendix B).
-
-    Columns from W on are zero. The padded rows are flattened and read with a stride that is one
-    smaller, so that each row starts one column earlier than the row above.
-    """
-    rows = x.shape[-2]
-    stride = width + rows
-    flat = F.pad(x, (0, stride - x.shape[-1])).flatten(-2)
-    flat = flat[..., rows - 1 : rows - 1 + rows * (stride - 1)]
-    return flat.unflatten(-1, (rows, stride - 1))[..., :width]
-
-
-def end_together(q_positions: Tensor, k_positions: Tensor) -> bool:
-    """True if both are known to count up by one, (T,) and (S,), and to end together, T <= S."""
-    if q_positions.dim() != 1 or k_positions.dim() != 1 or len(q_positions) > len(k_positions):
-        return False
-    of_q, of_k = known_range(q_positions), known_range(k_positions)
-    return of_q is not None and of_k is not None and of_q[1] == of_k[1]
 
 
 def _distinct_distances(distance: Tensor, lags: Lags | None) -> tuple[Tensor, Tensor]:

@@ -33,14 +33,14 @@ def library() -> ctypes.CDLL | None:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
-    """True if the kernel supports q, k, v (B, H, T, .) and each thread has a sequence or more."""
+    """True if the kernel supports q, k, v (B, H, T, .) and every second thread has a sequence."""
     given = (q, k, v)
     return (
         is_plain(*given, log_decay)
         and q.shape == k.shape
         and q.shape[:3] == v.shape[:3]
         and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in given)
-        and q.shape[0] * q.shape[1] >= torch.get_num_threads()
+        and 2 * q.shape[0] * q.shape[1] >= torch.get_num_threads()
         and q.dtype in (torch.float32, torch.float64)
         and all(x.device.type == "cpu" and x.dtype == q.dtype for x in given)
         and library() is not None

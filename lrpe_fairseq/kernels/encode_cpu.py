@@ -41,14 +41,14 @@ def serves(x: Tensor, form: Form) -> bool:
     )
 
 
-def encode(x: Tensor, p: Tensor | None, at: Tensor | tuple[Tensor, Tensor], form: Form) -> Tensor:
+def encode(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
     """Compute Lambda P phi(x), (B, H, T, D) or twice as wide.
 
     Args:
         x: (B, H, T, D); see :func:`serves`.
         p: the unit vector (D,) of a reflection, the Fourier matrix [Re, Im] (D, 2D), or None.
         at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the remaining features are unchanged.
-            For a permutation its indices and those of its inverse, int64, which broadcast to x.
+            For a permutation its indices, int64, which broadcast to x.
     Raises: ValueError if the width of ``p`` or ``at`` is wrong: C++ would read out of bounds.
     """
     width = x.shape[-1]
@@ -60,7 +60,7 @@ def encode(x: Tensor, p: Tensor | None, at: Tensor | tuple[Tensor, Tensor], form
     # copies are made here, inside the autograd graph
     x, p = loader.contiguous_rows(x), None if p is None else p.contiguous()
     if form.permutes:
-        return _Encoded.apply(x, p, loader.contiguous_rows(at[0].expand(x.shape)), form)
+        return _Encoded.apply(x, p, loader.contiguous_rows(at.expand(x.shape)), form)
     shape = (x.shape[2], -1) if at.dim() == 2 else (x.shape[0], 1, x.shape[2], -1)
     at = at.to(torch.complex64).expand(shape).resolve_conj().contiguous()
     return _Encoded.apply(x, p, at, form)

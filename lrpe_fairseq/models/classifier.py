@@ -16,6 +16,7 @@ from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP, Embedding, Tr
 from fairseq.modules import LayerNorm
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.parameters import Float32Module
@@ -208,7 +209,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         """
         if src_tokens2 is None:
             return self.head(self.encode(src_tokens))
-        both = stacked(src_tokens, src_tokens2, self.encoder.padding_idx)
+        both = pad_sequence([*src_tokens, *src_tokens2], True, self.encoder.padding_idx)
         u, v = self.encode(both).chunk(2)
         return self.head(torch.cat([u, v, u - v, u * v], -1))
 
@@ -284,13 +285,6 @@ def check_classifier(options: Any, task: Any) -> None:
             f"{options.max_positions}: set one of them only"
         )
     check_patches(options, task)
-
-
-def stacked(first: Tensor, second: Tensor, pad: int) -> Tensor:
-    """Return (2 B, T) of (B, T1) and (B, T2), padded on the right to the longer one."""
-    longest = max(first.shape[1], second.shape[1])
-    both = (nn.functional.pad(x, (0, longest - x.shape[1]), value=pad) for x in (first, second))
-    return torch.cat(list(both))
 
 
 def mean_of_tokens(x: Tensor, real: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
+from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
 from lrpe_fairseq.encodings.grid import rows_and_columns
 from lrpe_fairseq.encodings.sharing import share_across_layers
@@ -100,19 +100,6 @@ def test_one_pass_is_missing_where_a_part_has_none():
     x, _ = example(width=6, dtype=torch.float32)  # halves of odd width
     assert encoding_of("rope", "axial", width=6).one_pass(x, x, AT, AT, True) is None
     assert encoding_of("rope", "sum", width=6).one_pass(*[x.double()] * 2, AT, AT, True) is None
-
-
-@pytest.mark.parametrize("kind", ["sum", "axial"])
-def test_a_projection_that_is_folded_gives_the_same_attention(kind):
-    own = EncodingOptions(grid_width=4, position_grid=kind)
-    torch.manual_seed(0)
-    given = {"attention_type": "softmax", "position_encoding": "lrpe-type2", "causal": True}
-    module = MultiheadAttention(8, 2, options=own, **given).double()
-    x = torch.randn(2, 12, 8, dtype=torch.float64)
-    assert (module.encoding.fold() is not None) == (kind == "sum")
-    found, _ = module.attend(x)
-    module.encoding.fold = lambda: None
-    torch.testing.assert_close(module.attend(x)[0], found, rtol=1e-9, atol=1e-9)
 
 
 def test_layers_share_the_parameters_of_one_axis():

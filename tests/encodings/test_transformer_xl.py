@@ -1,4 +1,4 @@
-"""Transformer-XL: the left shift against the naive pairwise form, and memory."""
+"""Transformer-XL: gathers by distance against the naive pairwise form, and memory."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.positions import counted
-from lrpe_fairseq.encodings.transformer_xl import end_together, sinusoid
+from lrpe_fairseq.encodings.transformer_xl import sinusoid
 from tests.encodings.lags import assert_same_with_gradients
 
 MEMORIES = (0, 5, 64)
@@ -47,20 +47,17 @@ def naive(encoding, q, k, q_positions, k_positions):
     return of_keys + of_position.masked_fill(after, 0.0)
 
 
-@pytest.mark.parametrize("by_shift", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_the_shift_and_the_gathers_are_the_naive_form_in_outputs_and_gradients(
-    memory, length, causal, by_shift
-):
+def test_the_gathers_are_the_naive_form_in_outputs_and_gradients(memory, length, causal, counted):
     encoding = build(causal)
     q, k = example(memory, length)
     positions = positions_of(memory, length, first=3)
-    if not by_shift:  # a batch whose second text begins with padding
+    if not counted:  # a batch whose second text begins with padding
         pads = torch.tensor([[0], [min(3, length - 1)]])
         positions = [(p - 3 - pads).clamp_min(0) for p in positions]
-    assert end_together(*positions) == by_shift
     fast, slow = encoding.bias(q, k, *positions), naive(encoding, q, k, *positions)
     assert_same_with_gradients(fast, slow, [q, k, *encoding.parameters()])
 

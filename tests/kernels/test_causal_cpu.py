@@ -178,9 +178,9 @@ def test_what_is_left_to_the_pytorch_form(change, why):
     assert not causal_cpu.serves(*change(*inputs)), why
 
 
-def test_a_thread_without_a_sequence_leaves_all_to_the_pytorch_form(monkeypatch):
+def test_too_many_threads_without_a_sequence_leave_all_to_the_pytorch_form(monkeypatch):
     inputs = example(20)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: BATCH * HEADS + 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 * BATCH * HEADS + 1)
     assert not causal_cpu.serves(*inputs)
 
 

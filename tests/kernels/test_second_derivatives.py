@@ -157,7 +157,7 @@ def test_the_encodings_in_cpp(kind, reflects):
         p, p_wide = (p.to(t).requires_grad_(reflects) for t in (torch.float32, torch.float64))
     if form.permutes:
         index = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).argsort(-1)
-        at, exact = (index, index.argsort(-1)), index.expand(2, 3, 4, 8)
+        at = exact = index.expand(2, 3, 4, 8)
         leaves = []
     else:
         angle = vector(4, 8 if form.wide else 3, seed=5)
