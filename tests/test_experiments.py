@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from fairseq.data import Dictionary
@@ -358,6 +359,24 @@ def test_the_mean_of_checkpoints_is_that_of_their_weights_and_needs_equal_permut
     with pytest.raises(ValueError, match="differ in order"):
         checkpoints.average(checkpoints.newest(tmp_path, 2), tmp_path / "bad.pt")
     assert not (tmp_path / "bad.pt").exists()
+
+
+def test_metrics_of_numpy_load_in_a_runner_without_fairseq(tmp_path):
+    meters = [np.array([4, 3]), np.float64(0.5), argparse.Namespace(lr=1)]
+    checkpoint(tmp_path / "checkpoint_last.pt", 10, meters=meters)
+    code = f"""if True:
+        import sys, pathlib
+        from lrpe_fairseq.experiments.commands import run_table
+        from lrpe_fairseq.experiments.records import checkpoints
+        assert checkpoints.ready_to_resume(pathlib.Path({str(tmp_path)!r}), sys.exit) == 10
+        assert "fairseq" not in sys.modules"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_last_checkpoint_that_is_refused_is_kept(tmp_path):
+    (tmp_path / checkpoints.LAST).write_bytes(b"of another program")
+    assert checkpoints.ready_to_resume(tmp_path, [].append) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt.refused"]
 
 
 def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_path):

@@ -25,6 +25,7 @@ from lrpe_fairseq.experiments.records.files import (
     write_json,
     written_whole,
 )
+from lrpe_fairseq.safe_loading import ALLOWED
 
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
@@ -52,7 +53,8 @@ def load(path: Path) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(ALLOWED):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises various types
         raise ValueError(
             f"{path} does not load: it is damaged, or contains Python objects that could run code "
@@ -113,8 +115,7 @@ def updates(state: dict[str, Any]) -> int:
 
 
 def seconds(state: dict[str, Any]) -> float:
-    """Return the seconds of training before it was saved, in tenths and at least one of them."""
-    # a tensor if several processes trained
+    """Return the seconds before it was saved (of several processes: a tensor), in tenths, > 0."""
     return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))
 
 
@@ -147,14 +148,13 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     """Make ``checkpoint_last.pt`` resumable and return its number of updates.
 
     If it is damaged or not the newest, it is replaced by the undamaged checkpoint of ``folder``
-    with the most updates. If there is none, it is deleted, 0 is returned, and training starts over.
-    Stock fairseq fails on a damaged checkpoint. Averaged checkpoints have no optimizer state and
-    are never resumed.
+    with the most updates. If there is none, it is renamed to ``checkpoint_last.pt.refused``, 0 is
+    returned, and training starts over. Averages have no optimizer state and are never resumed.
     """
     last, found = folder / LAST, _resumable(folder, say)
     if not found:
         if last.exists():
-            last.unlink()
+            last.replace(last.with_name(f"{LAST}.refused"))
             say("no checkpoint can be loaded; training starts over")
         return 0
     path = max(found, key=found.get)  # the first of several

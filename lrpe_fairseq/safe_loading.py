@@ -1,0 +1,76 @@
+"""What fairseq's checkpoints hold beside tensors, for torch's safe loading. Needs no fairseq.
+
+Options without a dataclass are an ``argparse.Namespace``. The best metric and the meters of BLEU,
+Pearson and MCC are numpy's arrays and scalars.
+
+Trap: numpy's own globals are not safe to allow. The state of a dtype comes from the file, and a
+state that hides its object flag makes numpy read bytes of the file as addresses of Python objects,
+which crashes or runs code. Stand-ins that only build numbers are registered under numpy's names
+instead, for the names of numpy 2 and of numpy 1.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pickle import UnpicklingError
+
+import numpy as np
+
+NUMERIC_KINDS = "biufc"
+"""Kinds of dtype that a checkpoint may name: bool, signed, unsigned, float, complex."""
+
+
+class _NumericDtype:
+    """Replaces ``numpy.dtype`` while a checkpoint loads. Holds the code of a number type only."""
+
+    def __init__(self, code: str, align: bool = False, copy: bool = False) -> None:
+        self.str = _numeric(code).str
+
+    def __setstate__(self, state: tuple) -> None:
+        self.str = _numeric(state[1] + self.str[1:]).str  # state[1]: byte order
+
+
+class _NumericArray(np.ndarray):
+    """Replaces ``numpy.ndarray`` while a checkpoint loads. It is saved as a plain array."""
+
+    def __new__(cls) -> "_NumericArray":
+        return super().__new__(cls, (0,))
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, fortran, data = state
+        if self.size:  # a tensor made from this array may share its memory, which would be freed
+            raise UnpicklingError("an array in a checkpoint is filled twice")
+        super().__setstate__((1, shape, _numeric(dtype.str), fortran, data))
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return self.view(np.ndarray).__reduce_ex__(protocol)
+
+
+def _numeric(code: str) -> np.dtype:
+    """Return the dtype of ``code``. Everything else in the file about the dtype is ignored."""
+    dtype = np.dtype(code)
+    if dtype.kind not in NUMERIC_KINDS:
+        raise UnpicklingError(f"a checkpoint may hold numbers only, not the dtype {code!r}")
+    return dtype
+
+
+def _reconstruct(kind: type, shape: tuple, code: bytes) -> _NumericArray:
+    """Return an array for ``__setstate__`` to fill. The arguments, as numpy pickles them, are not
+    needed."""
+    return _NumericArray()
+
+
+def _scalar(dtype: _NumericDtype, data: bytes) -> np.generic:
+    """Return the one number in ``data``."""
+    (value,) = np.frombuffer(data, _numeric(dtype.str))
+    return value
+
+
+def _numpy_stand_ins() -> list[tuple[Callable, str]]:
+    stand_ins = [(_NumericDtype, "numpy.dtype"), (_NumericArray, "numpy.ndarray")]
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # numpy 2, numpy 1
+        stand_ins += [(_reconstruct, f"{module}._reconstruct"), (_scalar, f"{module}.scalar")]
+    return stand_ins
+
+
+ALLOWED = [Namespace, *_numpy_stand_ins()]
+"""Arguments of ``torch.serialization.safe_globals``."""
