@@ -471,9 +471,10 @@ _RESUMED = ContextVar[Any]("resumed", default=None)
 def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any) -> dict:
     state = original(path, *args, **kwargs)
     if _RESUMED.get() is not None and state.get("cfg"):
-        from lrpe_fairseq.models.checks import check_resumed
+        from lrpe_fairseq.models.checks import check_resumed, check_unfinished
 
         check_resumed(path, state["cfg"], _RESUMED.get())
+        check_unfinished(path, state, _RESUMED.get())
     place = (state.get("extra_state") or {}).get("train_iterator")
     if place and state.get("cfg"):
         place[_BATCHES] = _batches_in(state["cfg"])

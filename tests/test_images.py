@@ -21,7 +21,7 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from lrpe_fairseq.image_files import in_eight_bits, read_image, rows_and_columns
-from lrpe_fairseq.models.checks import check_resumed
+from lrpe_fairseq.models.checks import check_resumed, check_unfinished
 from lrpe_fairseq.models.patches import Images, Pixels
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
 from lrpe_fairseq.tasks import images
@@ -463,3 +463,16 @@ def test_a_criterion_of_texts_and_another_image_size_in_one_training_are_refused
     before, now = ({"model": {}, "task": {"image_size": size}} for size in (32, "48x32"))
     with pytest.raises(Refusal, match="with image_size=32; this training has image_size=48x32"):
         check_resumed("last.pt", before, now)
+
+
+def test_a_training_that_has_ended_does_not_stand_for_one_of_another_seed():
+    cfg = {"common": {"seed": 1}, "optimization": {"lr": [1], "clip_norm": 0, "update_freq": [1]}}
+    state = {"optimizer_history": [{"num_updates": 4}], "cfg": cfg}
+
+    def check(seed, updates):
+        limited = cfg["optimization"] | {"max_update": updates}
+        check_unfinished("last.pt", state, {"common": {"seed": seed}, "optimization": limited})
+
+    check(2, 5), check(1, 4)
+    with pytest.raises(Refusal, match=r"ended with common\.seed=1, so nothing would be trained"):
+        check(2, 4)

@@ -83,6 +83,8 @@ def test_alone_it_is_torchs_batch_norm():
     ours, theirs = norm_class()(WIDTH), nn.BatchNorm1d(WIDTH)
     torch.testing.assert_close(ours(rows), theirs(rows), rtol=0, atol=0)
     torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=0, atol=0)
+    found = ours(rows[:1])  # a single row has no variance
+    torch.testing.assert_close(found, ours.eval()(rows[:1]), rtol=0, atol=0)
 
 
 if __name__ == "__main__":

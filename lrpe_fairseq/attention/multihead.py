@@ -182,7 +182,8 @@ class MultiheadAttention(ProjectedAttention):
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
         window = checked_window(window, self.causal)
-        window = min((w for w in (window, self.window) if w is not None), default=None)
+        if window is None or (self.window is not None and self.window < window):
+            window = self.window
         if window is not None and state is None and not keep_state and window >= x.shape[1]:
             window = None  # it hides nothing
         options = {"window": window, "one_sided": one_sided, "starts": starts}
@@ -229,6 +230,8 @@ class MultiheadAttention(ProjectedAttention):
         options: dict[str, Any],
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute :meth:`attend` after its checks, always in eager execution."""
+        if x.shape[1] == 0 and (keep_state or state is not None):
+            return x, state if keep_state else None
         before = None if state is None else state.next_position
         history = {} if state is None else dict(state.history)
         tokens = tokens_of(x, padding, before, positions, history=history, **options)

@@ -39,7 +39,7 @@ def exact(x: Tensor) -> AbstractContextManager[None]:
     Where autocast is off it does nothing: entering ``torch.autocast`` takes 20 us.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 

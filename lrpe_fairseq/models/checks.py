@@ -243,6 +243,32 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
         )
 
 
+SWEPT = {"common": ("seed",), "optimization": ("lr", "clip_norm", "update_freq")}
+"""Options whose trainings are different runs, by section."""
+
+
+def check_unfinished(path: str, state: dict[str, Any], now: Any) -> None:
+    """Refuse to go on with a training that has ended, and had another seed, rate or batch.
+
+    Nothing would be trained, and every job of a sweep in one folder would return the first model.
+    state: of the checkpoint. now: the configuration of this training.
+    """
+    last = now["optimization"]["max_update"]
+    if not 0 < last <= state["optimizer_history"][-1]["num_updates"]:
+        return
+    before, wanted = (
+        {f"{part}.{n}": str(cfg[part][n]) for part, names in SWEPT.items() for n in names}
+        for cfg in (state["cfg"], now)
+    )
+    other = [name for name in before if before[name] != wanted[name]]
+    if other:
+        had, has = (", ".join(f"{n}={x[n]}" for n in other) for x in (before, wanted))
+        refuse(
+            f"{path} has ended with {had}, so nothing would be trained with {has}: choose another "
+            "--save-dir (checkpoint.save_dir) for every training"
+        )
+
+
 def _image_size(task: Any) -> dict[str, str]:
     """Return the size of images; {} for a task without one."""
     size = task.get("image_size") if isinstance(task, dict) else getattr(task, "image_size", None)

@@ -217,7 +217,8 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         """Return the pooled vectors (B, C) of token ids (B, T) or of images."""
         embedder = self.encoder.embed_tokens
         if isinstance(embedder, Patches):
-            cells = embedder.cells(tokens)
+            with one_sentence_errors():
+                cells = embedder.cells(tokens)
             out = self.encoder(embedder.shape(cells), token_embeddings=embedder(cells))
         else:
             out = self.encoder(tokens)
@@ -236,7 +237,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         return self.options.max_positions
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
-        """Called by fairseq before a checkpoint is loaded: fit the positions of images."""
+        """Called by fairseq before a checkpoint is loaded: fit the learned positions."""
         super().upgrade_state_dict_named(state_dict, name)
         fit_positions(self.encoder, state_dict, f"{name}.encoder.".removeprefix("."))
 

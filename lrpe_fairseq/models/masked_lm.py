@@ -13,7 +13,7 @@ from fairseq.models.roberta.model import RobertaEncoder, RobertaModel
 from fairseq.models.transformer import DEFAULT_MIN_PARAMS_TO_WRAP, TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
@@ -27,6 +27,7 @@ from lrpe_fairseq.models.options import (
     one_sentence_errors,
     refuse_unrelated_processes,
 )
+from lrpe_fairseq.models.patches import fit_positions
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 
@@ -109,6 +110,12 @@ class LRPERobertaModel(BooleanFlags, RobertaModel):
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
             return cls(options, MaskedLMEncoder(options, task.source_dictionary))
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
+        """Called by fairseq before a checkpoint is loaded: fit the learned positions."""
+        super().upgrade_state_dict_named(state_dict, name)
+        prefix = f"{name}.encoder.sentence_encoder.".removeprefix(".")
+        fit_positions(self.encoder.sentence_encoder, state_dict, prefix)
 
 
 @register_model("lrpe_roberta_tiny", dataclass=LRPERobertaTinyConfig)

@@ -4,6 +4,7 @@ import torch
 from fairseq.distributed.utils import get_global_world_size
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional as F
 
 
 class SharedBatchNorm(nn.BatchNorm1d):
@@ -11,12 +12,17 @@ class SharedBatchNorm(nn.BatchNorm1d):
 
     torch's SyncBatchNorm has no form for CPUs. The result is that of one process with all rows.
     Trap: every process must call it equally often, and fairseq's dummy batch of a process that has
-    run out of data counts too.
+    run out of data counts too. A single row has no variance: it is normalized by the running
+    statistics.
     """
 
     def forward(self, rows: Tensor) -> Tensor:
         """Normalize rows (N, C), float32 or wider."""
-        if not self.training or get_global_world_size() == 1:
+        alone = get_global_world_size() == 1
+        if not self.training or (alone and len(rows) == 1):
+            own = self.running_mean, self.running_var, self.weight, self.bias
+            return F.batch_norm(rows, *own, eps=self.eps)
+        if alone:
             return super().forward(rows)
         count = rows.new_tensor([len(rows)])
         total = all_reduce(torch.cat([rows.sum(0), count]))

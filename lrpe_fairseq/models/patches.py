@@ -11,7 +11,7 @@ from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.image_files import rows_and_columns
 
 BLACK = 4
@@ -63,13 +63,13 @@ class Pixels(Patches):
     def cells(self, inputs: Tensor) -> Tensor:
         """Return the ids (B, T, N) of ``inputs``, ids (B, numbers).
 
-        Raises: ValueError if an image does not consist of whole patches.
+        Raises: ChoiceError if an image does not consist of whole patches.
         """
         p, columns, channels = self.patch, self.columns, self.channels
         band = channels * (columns * p * p if p > 1 else 1)
         real = inputs.ne(self.padding_idx).sum(1)
         if inputs.shape[1] % band or (real % band).any():
-            raise ValueError(
+            raise ChoiceError(
                 f"an image of {int(real.max())} pixels is not made of rows of {columns} patches of "
                 f"{p} x {p}"
                 + (f" in {channels} channels" if channels > 1 else "")
@@ -97,7 +97,7 @@ class Images(Patches):
         """Return the numbers (B, T, 3 p p) of each patch, channel by channel; see Pixels."""
         p, (height, width) = self.patch, inputs.shape[-2:]
         if height % p or width != p * self.columns:
-            raise ValueError(
+            raise ChoiceError(
                 f"an image of {width} x {height} pixels is not made of rows of {self.columns} "
                 f"patches of {p} x {p}: change --grid-width or --patch"
             )
@@ -132,13 +132,17 @@ def init_positions(positions: nn.Module | None) -> None:
 
 
 def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
-    """Interpolate learned positions of ``state`` to the grid of the encoder, bicubic, as in DeiT.
+    """Fit learned positions of ``state`` to the encoder: those of images are interpolated to its
+    grid, bicubic, as in DeiT; of those of texts the first ones are taken.
 
     state: of a checkpoint, changed in place; names begin with ``prefix``. One without the grid of
         its training, an older one, has a square one.
+    Raises: Refusal if it has fewer positions than a text may have tokens.
     """
     embedder, positions = encoder.embed_tokens, f"{prefix}embed_positions.weight"
     if not hasattr(embedder, "grid"):
+        if positions in state and encoder.embed_positions is not None:
+            state[positions] = _first(state[positions], encoder.embed_positions)
         return
     own, name = embedder.grid, f"{prefix}embed_tokens.grid"
     if (table := state.get(positions)) is not None:
@@ -151,6 +155,17 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
             rows = fitted.flatten(1).T.to(table.dtype)
             state[positions] = torch.cat([table[:first], rows])
     state[name] = own
+
+
+def _first(table: Tensor, own: nn.Embedding) -> Tensor:
+    """Return as many learned positions of ``table`` as the module ``own`` has."""
+    rows, first = len(own.weight), own.padding_idx + 1
+    if len(table) < rows:
+        refuse(
+            f"the checkpoint has learned positions for {len(table) - first} tokens, and inputs of "
+            f"{rows - first} are asked for: use inputs of at most {len(table) - first}"
+        )
+    return table[:rows]
 
 
 def fit_grid(options: Any, task: Any) -> None:

@@ -1,12 +1,14 @@
 """The masked language model: pre-trained, scored, resumed; and padding, which no sentence may
 notice, for every encoding."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.families.lm import PretrainingRun
 from lrpe_fairseq.experiments.runner.training import Devices, shell
 from tests.end_to_end.cases import in_turn, sampled, usable
@@ -75,6 +77,12 @@ def test_pretraining_learns_and_its_checkpoint_alone_restores_the_model(pretrain
     typed.load_state_dict(saved(pretrained)["model"])
     tokens = torch.randint(4, 24, (2, 30))
     assert torch.equal(model(tokens)[0], typed(tokens)[0])
+    for length in (16, 64):
+        task = TASK.replace("32", str(length))
+        other = build(corpus, task, SMALL, OPTIONS[pretrained.parent.name])[0].eval()
+        with pytest.raises(Refusal, match="for 32 tokens") if length > 32 else nullcontext():
+            other.load_state_dict(saved(pretrained)["model"])
+            assert torch.equal(other(tokens[:, :16])[0], model(tokens[:, :16])[0])
 
 
 def test_a_run_is_scored_with_the_same_masks_whatever_its_seed(pretrained, corpus, tmp_path):
