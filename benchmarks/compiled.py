@@ -250,7 +250,7 @@ FAMILIES = {
 def may_spill(row: dict[str, Any]) -> int:
     """Return the bytes that a kernel may spill; 255 registers are 1,020.
 
-    None, but in softmax attention 1,536 with keys of 256, 512 with biases of every query and key
+    Zero, except in softmax attention 1,536 with keys of 256, 512 with biases of every query and key
     and in float32; in linear attention 1,280 of the chunked form, and some with states of
     4,096 numbers in registers.
     """

@@ -6,8 +6,8 @@
 
 Every part is a file <out>/<device>/<part>.json, written again after every row, from which ``make
 docs`` renders docs/speed.md. Rows for which no time is left are missing; ``--resume`` measures
-them. A row that fails is written with its error. An error that leaves the GPU unusable starts the
-program again behind that row.
+them. A row that fails is written with its error. An error that leaves the GPU unusable restarts
+the program after that row.
 
 - machine: bandwidth of a copy and rate of a matrix product.
 - busy: the share of a training step in which the GPU computes.

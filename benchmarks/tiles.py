@@ -36,7 +36,7 @@ FORMS = (
     ("linear, decay", SWEEP, SWEPT),
     ("flash, gates", FLASH, FLASHES),
 )
-"""Forms of :mod:`.rivals`, the module of their kernels, and these; most important first."""
+"""(form of :mod:`.rivals`, module of its kernels, names of the kernels), most important first."""
 
 
 class Candidate(NamedTuple):

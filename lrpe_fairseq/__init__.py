@@ -29,8 +29,8 @@ def _register() -> None:
 def _after_fairseq() -> None:
     """Register models, tasks and the rest after the import of fairseq.
 
-    An import of ``compat`` or ``preemption`` by name loads fairseq before that module is complete,
-    so it cannot be used yet. Nothing is registered then. Importing them patches nothing.
+    Nothing is registered if ``compat`` or ``preemption`` was imported by name: that module imports
+    fairseq, which calls this function before the module is complete.
     """
     if not {"lrpe_fairseq.compat", "lrpe_fairseq.preemption"} & sys.modules.keys():
         _register()

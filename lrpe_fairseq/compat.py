@@ -302,8 +302,8 @@ def gather_predictions() -> None:
 
 
 def resume_where_the_data_were_left() -> None:
-    """Resume with other processes or batches where the data were left, or refuse; refuse to resume
-    with another encoding or attention.
+    """Resume at the right place in the data with other processes or batch sizes, or refuse to;
+    also refuse to resume with another encoding or attention.
 
     Break: a checkpoint counts the batches of the epoch that one process has read. With another
     number of processes or another size of batches the same number is another place in the data, so
@@ -356,7 +356,7 @@ def silence_deprecations_of_hydra() -> None:
 
 
 def refuse_partial_scores() -> None:
-    """Refuse to score a part of the samples, with the number of tokens that would be left out.
+    """Refuse to score only some of the samples; the error counts the tokens left out.
 
     Break: samples that are longer than the model's maximum are skipped. ``fairseq-eval-lm`` prints
     the perplexity of the rest (1.00 if nothing is left) and ends with status 0. Other commands end
@@ -369,8 +369,8 @@ def refuse_partial_scores() -> None:
 
 
 def refuse_a_missing_path() -> None:
-    """Let commands that read a checkpoint say in one sentence that --path is missing, or that its
-    weights do not fit the model of --model-overrides.
+    """Report in one sentence that --path is missing, or that the weights of a checkpoint do not
+    fit the model of --model-overrides.
 
     Break: fairseq-eval-lm, fairseq-validate and fairseq-interactive end with an error about None,
     or with torch's list of weights.
@@ -523,9 +523,9 @@ def _load_for_these_batches(
 
 
 def _convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> None:
-    """Convert the batches that one process has read from those of ``before`` to those of ``now``.
+    """Convert the number of batches read per process from ``before`` to ``now``, in ``place``.
 
-    Raises: Refusal if no number of them has the same samples.
+    Raises: Refusal if no number of batches of ``now`` has the same samples.
     """
     sizes = 1, 1
     if _differing(before, now, _OF_TASK):
@@ -798,7 +798,7 @@ def replace_once(module: ModuleType, name: str, replacement: Callable) -> None:
 
 
 def _replace_method(cls: type, name: str, replacement: Callable) -> None:
-    """As :func:`_replace` for a method: ``replacement`` gets the original, then ``self``."""
+    """As :func:`replace_once`, for a method: ``replacement`` gets the original and ``self``."""
     original = getattr(cls, name)
     if getattr(original, "replacement", None) is replacement:
         return

@@ -36,9 +36,9 @@ def rows_and_columns(size: str | int) -> tuple[int, int]:
 def read_image(file: Path | IO[bytes], name: str = "") -> Any:
     """Return the picture of a file as a PIL image of mode RGB.
 
-    Values of 16 bits are scaled to 8. What is transparent shows white.
+    Values of 16 bits are scaled to 8. Transparent pixels are composited on white.
 
-    name: of the file in errors, by default its path.
+    name: the file's name in error messages; by default its path.
 
     Raises: ChoiceError without Pillow, for a file that is no picture or above Pillow's limit of
         pixels, and for values without a known white (int32 and float).
@@ -69,7 +69,7 @@ def read_image(file: Path | IO[bytes], name: str = "") -> Any:
 def in_eight_bits(image: Any) -> Any:
     """Return a PIL image of any mode in mode RGB.
 
-    Raises: ChoiceError, without a subject, for values without a known white.
+    Raises: ChoiceError for values without a known white. Its message lacks the file's name.
     """
     from PIL import Image
 

@@ -6,10 +6,10 @@ time limit. Stock fairseq exits at once and loses everything since the last peri
 There is no validation before the exit, so a resumed training equals an uninterrupted one,
 including its best checkpoint.
 
-With several GPUs fairseq starts a process for each. A signal ends their parent, and torch would
-then interrupt them; they ask for SIGUSR1 instead, and save.
+With several GPUs fairseq starts one process per GPU. A signal ends their parent, and torch would
+then interrupt them; the kernel is set to send them SIGUSR1 instead, on which they save.
 
-Stock fairseq trains a checkpoint that has all its updates for one more, and writes it again.
+Stock fairseq trains a finished checkpoint for one more update and writes it again.
 """
 
 import ctypes

@@ -83,7 +83,7 @@ def obtain_pg19(
 ) -> Books:
     """Return the books of PG-19, read from ``from_dir`` or downloaded to ``raw``.
 
-    limit: only the first so many of ``train``. Raises: UserError if a book is missing.
+    limit: take only the first ``limit`` books of ``train``. Raises: UserError if a book is missing.
     """
     found: Books = {}
     for split in prep.SPLITS:

@@ -136,7 +136,7 @@ def prepare(dest: Path, length: str, seed: int = 1) -> dict:
     """Prepare ``dest`` with the expressions of ``LENGTHS[length]`` and return its manifest.
 
     ``root`` of a split: the accuracy, times 100, of the best prediction from the first token
-    alone, the operator of the whole expression. A model that does not reach it is no better.
+    alone, the operator of the whole expression. A model below it has not learned the task.
     """
     steps = prep.Steps(dest, "listops", length)
 

@@ -87,7 +87,7 @@ SHORTEST = 5  # words of an English segment of software
 def obtain(
     raw: Path, from_dir: Path | None, pairs: Mapping[str, int], sha256: Mapping[str, str]
 ) -> None:
-    """Return every set in ``raw``, verified, in both languages."""
+    """Write every set to ``raw``, verified, in both languages."""
     for name in pairs:
         for ours, theirs in LANGUAGES.items():
             file = f"{name}.{ours}"

@@ -1,9 +1,9 @@
 """The sums of linear attention in PyTorch, with products of half-precision numbers.
 
-They serve GPUs that run no Triton kernels, such as V100, whose tensor cores multiply float16
-numbers and add in float32; the definitions multiply in float32. Scores, states and their sums over
-chunks are float32. As a factor of the next product each is rounded once, after its rows are divided
-by their largest numbers, so that nothing overflows. The definitions are in ``kernels.causal``.
+They are for GPUs that run no Triton kernels, such as V100, whose tensor cores multiply float16
+numbers and add in float32; the definitions (``kernels.causal``) multiply in float32. Scores, states
+and their sums over chunks are float32. Each is rounded once, as a factor of the next product. Its
+rows or columns are first divided by their largest numbers, so that nothing overflows.
 """
 
 import torch

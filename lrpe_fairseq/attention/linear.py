@@ -137,7 +137,7 @@ def linear_attention_window(
 def _score_blocks(
     q: Tensor, k: Tensor, transport: Transport | None, window: int | None
 ) -> Iterator[tuple[slice, slice, Callable[[], Tensor]]]:
-    """Yield what ``transport.score_blocks`` does, also without a transport."""
+    """Yield the blocks of ``transport.score_blocks``, or of q k^T without a transport."""
     if transport is not None:
         yield from score_blocks(q, k, transport, BLOCK, window)
         return

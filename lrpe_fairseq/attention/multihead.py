@@ -49,7 +49,7 @@ class AttentionState(NamedTuple):
 
     past: LinearState | SoftmaxState
     next_position: Tensor  # B, int64: number of real tokens so far
-    history: dict[str, Tensor] = {}  # B ...: what filters and sums over the text go on from
+    history: dict[str, Tensor] = {}  # B ...: state of the filters and sums over the text
 
 
 class Memory(NamedTuple):
@@ -85,7 +85,7 @@ class MultiheadAttention(ProjectedAttention):
             ``lrpe_fairseq.attention.parts``.
         qkv_bias: False for no biases in the projections to q, k and v.
         seed: of the encoding's fixed random parts, which have a generator of their own.
-        options: as one value, what may also be given by keyword.
+        options: the encoding's options as one value, instead of by keyword.
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
         encoding_options: options of the encoding by keyword, named as on the command line
             (``fox_bias``, ``grid_width``). Trap: those of another encoding are ignored.
@@ -111,8 +111,8 @@ class MultiheadAttention(ProjectedAttention):
 
         ``key`` and ``value`` are not used, because they equal the query in self-attention. With
         ``incremental_state`` the query and its mask are the next block, usually one token.
-        Positions and documents are those of ``self.given``, which the stack of layers sets, and a
-        window of it limits the layer's own further.
+        Positions and documents are those of ``self.given``, which the stack of layers sets. The
+        smaller of its window and the layer's own applies.
         Raises: ValueError for an ``attn_mask``; causality is an argument of the constructor.
         """
         if attn_mask is not None:
@@ -272,9 +272,9 @@ class MultiheadAttention(ProjectedAttention):
     def _linear_window(
         self, x: Tensor, tokens: Tokens, past: SoftmaxState | None, keep_state: bool
     ) -> tuple[Tensor, SoftmaxState | None]:
-        """Return what :meth:`_linear` does; the state has the last keys of the window.
+        """Compute :meth:`_linear` with a window; the state holds the last keys of the window.
 
-        The features without encoding, for normalizer "content", stand behind the encoded keys.
+        For normalizer "content" the features without encoding are appended to the encoded keys.
         """
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
@@ -415,7 +415,7 @@ class MultiheadAttention(ProjectedAttention):
             self._read = []
 
     def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
-        """Return the tokens of x (B, T, C) with the sums of their gates after those of the past."""
+        """Return the tokens of x (B, T, C) with sums of log gates continued from ``past``."""
         gates = self._gates(x, tokens.padding)
         if gates is None:
             return tokens
@@ -423,7 +423,7 @@ class MultiheadAttention(ProjectedAttention):
         return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
 
     def _of_text(self, x: Tensor, tokens: Tokens) -> Tokens:
-        """Return the tokens of x (B, T, C) with places and transport; their history goes on."""
+        """Add places and transport to the tokens of x (B, T, C); update their history in place."""
         history = {} if tokens.history is None else tokens.history
         masks = tokens.padding, tokens.starts, history
         places, after = self.encoding.places(x, *masks)

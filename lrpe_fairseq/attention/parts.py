@@ -84,8 +84,8 @@ class KVShift(Gate):
     def shifted(self, x: Tensor, kv: Tensor, tokens: Tokens) -> Tensor:
         """Return keys and values of x (B, T, C) after the shift.
 
-        kv: (B, T, 2 C), the projections, keys first. Those of the last real token go on from call
-        to call in ``tokens.history``.
+        kv: (B, T, 2 C), the projections, keys first. Those of the last real token are kept for the
+        next call in ``tokens.history``.
         """
         given = {"padding": tokens.padding, "starts": tokens.starts}
         past = {} if tokens.history is None else tokens.history

@@ -290,7 +290,7 @@ def feature_map(x: Tensor) -> Tensor:
 
 
 def feature_maps(*rows: Tensor) -> tuple[Tensor, ...]:
-    """Compute phi of one or two tensors (B, H, ., D), in one launch of a kernel if it can."""
+    """Compute phi of one or two tensors (B, H, ., D), in one kernel launch if supported."""
     kernels = loader.triton_kernels(KERNELS)
     if kernels is None or not kernels.serves(rows[0], rows[-1], encode.Form()):
         return tuple(map(encode.feature_map, rows))

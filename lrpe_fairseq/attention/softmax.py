@@ -131,7 +131,7 @@ def encoded_weights(
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
     lags = lags_between(queries, keys)
-    with exact(queries.positions):  # it would round the form
+    with exact(queries.positions):  # autocast would round the form
         form = encoding.form(lags, queries.positions)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
 
@@ -163,8 +163,8 @@ def _in_blocks(
 def _carried(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
     """Compute attention to keys that a transport carries, in blocks of queries.
 
-    If there are several they are computed again in the backward pass, because a query is stored at
-    the start of every chunk of keys before it.
+    Several blocks are recomputed in the backward pass, because autograd would otherwise store each
+    query once for every chunk of keys before it.
     """
     window = keys.window if counts_slots(queries, keys) else None
     with exact(q):
@@ -196,10 +196,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call:
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
 ) -> Tensor | None:
-    """Compute :func:`encoded_attention` in the Triton kernel, if it serves the form.
+    """Compute :func:`encoded_attention` in the Triton kernel, or return None if it is not used.
 
-    None for a form that is no data, for scores that torch's own kernel computes as fast, and for a
-    single query.
+    It is not used for a call that it does not support (:func:`_is_data`), for scores that torch's
+    own kernel computes as fast, and for a single query.
     """
     form, kernels = call.form, loader.triton_kernels(FLASH)
     if kernels is None or not _is_data(form):
@@ -228,7 +228,7 @@ def _flash(
 
 
 def _is_data(form: Form) -> bool:
-    """True if tables, fixed decays or biases of every token, without others, say what it does."""
+    """True if tables, fixed decays or per-token biases describe the form completely."""
     if any(x is not None and x.requires_grad for x in (form.decay, form.score_decay)):
         return False
     if form.by_token is not None:
@@ -239,9 +239,9 @@ def _is_data(form: Form) -> bool:
 def _shares(
     q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
 ) -> Tensor | None:
-    """Compute :func:`encoded_attention` whose weights are shares in their Triton kernel.
+    """Compute :func:`encoded_attention` of a form with ``shares`` in its own Triton kernel.
 
-    None as :func:`_flash`, which has no such weights.
+    None if that kernel does not support the call, and for a single query.
     """
     form, kernels = call.form, loader.triton_kernels(STICK)
     alone = form.has_only("weigh", "shares") and queries.sums is None
@@ -541,7 +541,7 @@ class KVBuffer:
 
     AXES: the axis of the tokens in each buffer. tokens: their capacity. used: the number of tokens
     written so far. Trap: only the newest state, with ``used`` tokens, may be extended in place, and
-    one of inference mode only in it.
+    a buffer made in inference mode only in that mode.
     """
 
     AXES = (2, 2, 1, 1, 2)
@@ -561,7 +561,7 @@ class KVBuffer:
         return tuple(buffer.narrow(axis, first, last - first) for buffer, axis in pairs)
 
     def has(self, keys: Tensor, first: int) -> bool:
-        """True if ``keys`` are a view of the tokens from ``first`` on, not others."""
+        """True if ``keys`` are a view of this buffer that starts at token ``first``."""
         if first + keys.shape[2] > self.tokens:
             return False
         own = self.buffers[0].narrow(2, first, keys.shape[2])

@@ -62,11 +62,11 @@ class Tokens(NamedTuple):
     transport: Transport | None = None
     """The reflections of queries, which carry the keys before them; None without."""
     slots: int | None = None
-    """The slot of the first token, if lags between positions are those between slots: without
-    padding between tokens. None if that is not known."""
+    """The slot of the first token, if lags of positions are known to equal lags of slots, that is,
+    without padding between tokens; otherwise None."""
     history: dict[str, Tensor] | None = None
-    """Tensors (B, ...) from which causal shifts go on after the text before; those after these
-    tokens take their place in it. None: a whole text."""
+    """State (B, ...) of causal filters and sums after the preceding text, replaced in place by the
+    state after these tokens. None: a whole text."""
     places: Tensor | None = None
     """B H N E, float64: what the encoding reads instead of the positions; see
     :meth:`Encoding.places`."""
@@ -179,7 +179,7 @@ def restarted(
     starts = starts & real
     positions = counts - torch.where(starts, counts, 0).cummax(1).values
     if before is None:
-        within(positions, 0, starts.shape[1])  # one more than the largest: not every number once
+        within(positions, 0, starts.shape[1])  # T, not T - 1: numbers may repeat
     return positions, starts.cumsum(1)
 
 
@@ -212,7 +212,7 @@ def lag_numbers(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
 
 
 def counts_slots(queries: Tokens, keys: Tokens) -> bool:
-    """True if the last keys of a query are its last slots: no padding is between tokens."""
+    """True if the last n keys of a query are in its last n slots: no padding between tokens."""
     return keys.padding is None or (queries.slots is not None and keys.slots is not None)
 
 

@@ -102,11 +102,11 @@ DEFAULT = "lrpe-type2"
 
 
 class Family(NamedTuple):
-    """A free form ``<prefix>:<rest>`` of names, which need no line of their own in ENCODINGS.
+    """A family of names ``<prefix>:<rest>``, which have no entries of their own in ENCODINGS.
 
-    rest: what the rest may be, in words. names: examples, or all names if there are few. build:
-    maps the rest to a constructor; it returns None if the rest is not understood, and raises
-    ChoiceError to say more. causal_only: True if all of them are.
+    rest: the allowed rests, in words. names: examples, or all names if there are few. build: maps
+    a rest to a constructor; it returns None for an invalid rest, or raises ChoiceError with a
+    reason. causal_only: True if all encodings of the family are for causal attention only.
     """
 
     form: str
@@ -138,7 +138,7 @@ def _wrapper(
 ) -> Family:
     """Return the form ``<prefix>:<name>``, which wraps the encodings that ``accepts`` allows.
 
-    inner: these, in words. why: of an error, with {} for their names in ENCODINGS.
+    inner: describes these encodings. why: error for any other; {} stands for their names.
     """
     names = list(filter(accepts, ENCODINGS))
 

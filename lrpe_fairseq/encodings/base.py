@@ -53,8 +53,8 @@ class Properties:
     shift_unit: shifts by multiples of this number do not change a score: W on a grid of width W.
     keeps_norm: an encoded query or key has the norm of the original.
     contextual: distances depend on the tokens in between, and not on positions.
-    reach: the number of tokens before it whose text a token reads by a causal filter, which are not
-        limited by a window.
+    reach: number of earlier tokens that a causal filter mixes into each token; an attention window
+        does not limit them.
     """
 
     relative: str = "exact"
@@ -116,8 +116,8 @@ class Encoding(Float32Module):
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""
     has_states: bool = False
-    """True if states of the tokens turn queries and keys, which every layer of a stack reads by its
-    attention and updates; see :class:`~lrpe_fairseq.encodings.tape.TAPE`."""
+    """True if queries and keys are rotated by per-token states, which each layer of a stack but the
+    last updates; see :class:`~lrpe_fairseq.encodings.tape.TAPE`."""
     turns: bool = False
     """True if features turn with the position: scores of positive features may be negative, and the
     denominator of Eq. 39 can vanish on texts longer than those of training."""
@@ -177,9 +177,9 @@ class Encoding(Float32Module):
         starts: Tensor | None,
         history: Mapping[str, Tensor],
     ) -> tuple[Transport | None, dict[str, Tensor]]:
-        """Return the reflections of tokens that carry keys over them, or None.
+        """Return the reflections of the tokens, which are applied to earlier keys, or None.
 
-        They are encoded like keys, so that without them the score is that of the encoding.
+        Their vectors are encoded like keys. Without reflections the score is the encoding's.
 
         Args:
             x: the input of the layer, (B, T, C). positions: as of :meth:`QueryKeyEncoding.forward`.
@@ -204,10 +204,10 @@ class Encoding(Float32Module):
         starts: Tensor | None,
         history: Mapping[str, Tensor],
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return what stands in for the positions of tokens, summed from the text, or None.
+        """Return sums computed from the text that replace token positions, or None.
 
-        It is (B, H, T, E) float64, an argument of :meth:`QueryKeyEncoding.forward`. All else is as
-        of :meth:`transport`.
+        They are (B, H, T, E) float64, for :meth:`QueryKeyEncoding.forward`. Arguments and history
+        are as in :meth:`transport`.
         """
         if self.increments is None:
             return None, {}

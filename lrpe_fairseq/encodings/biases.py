@@ -61,8 +61,8 @@ class LagBias(ScoreEncoding):
         return self.of_lag(fixed).clamp_min(LOWEST).t()
 
     def fixed(self, lag: Tensor) -> Tensor:
-        """Return what :meth:`of_lag` reads of lags of any sign, which is kept; no parameter changes
-        it. By default the lags, at least 0 in causal attention."""
+        """Return the argument of :meth:`of_lag` for lags of any sign. It is cached, so parameters
+        cannot affect it. Default: the lags, clamped to at least 0 in causal attention."""
         return lag.clamp_min(0) if self.spec.causal else lag
 
     def bias_of(self, lag: Tensor) -> Tensor:

@@ -57,14 +57,14 @@ class Form(NamedTuple):
     bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """:meth:`ScoreEncoding.bias`."""
     by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
-    """:meth:`ScoreEncoding.by_token`: ``bias`` in another form, which a kernel serves."""
+    """:meth:`ScoreEncoding.by_token`: ``bias`` in a form that a kernel supports."""
     rescore: Callable[..., Tensor] | None = None
     """:meth:`ScoreEncoding.forward`."""
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
     """:meth:`ScoreEncoding.weigh`."""
     shares: bool = False
-    """True if ``weigh`` gives every key before the query, from the newest on, the share sigmoid(z)
-    of what is left, which a kernel computes."""
+    """True if ``weigh`` gives each key before the query, from the newest to the oldest, the share
+    sigmoid(z) of the weight that is left. A kernel computes these weights."""
 
     def has_only(self, *names: str) -> bool:
         """True if no other field is given. Comparing a tensor with None would take 30 us."""

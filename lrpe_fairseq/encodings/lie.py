@@ -41,8 +41,8 @@ from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import has_values
 
 NOISE = 0.001
-"""Standard deviation of the noise in an entry of A on a line: 0.01 would remove the slow rotations
-of RoPE within a few hundred tokens, and the denominators of Eq. 39 be often close to zero."""
+"""Standard deviation of the noise in an entry of A on a line. 0.01 would remove the slow rotations
+of RoPE within a few hundred tokens, and denominators of Eq. 39 would often be close to zero."""
 
 
 # --- the encodings -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Parameters of encodings: how they start, what leaves them undecayed, what keeps them float32."""
+"""Parameters of encodings: initialization, exemption from weight decay, float32 storage."""
 
 from collections.abc import Callable
 

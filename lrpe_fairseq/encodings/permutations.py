@@ -42,7 +42,7 @@ class CyclicPowers:
         """Return :func:`cycle_form` of pi."""
         if not has_values(permutation):
             return cycle_form(permutation)
-        version = -1 if permutation.is_inference() else permutation._version  # which has none
+        version = -1 if permutation.is_inference() else permutation._version  # none in inference
         known, mark = self._known, (version, permutation.data_ptr())
         if known is not None and known[0] is permutation and known[1] == mark:
             return known[2]

@@ -30,7 +30,7 @@ class RotationOptions:
     context_scaling: str = option(
         "none",
         "rotations: angles for texts f times as long as in training: linear (divided by f), ntk "
-        "(the slower, the more) or yarn (those of fewer than 32 turns in training)",
+        "(slow angles more) or yarn (those of fewer than 32 turns in training)",
         choices=SCALINGS,
     )
     context_factor: float = option(1.0, "context scaling: f, at least 1")

@@ -33,7 +33,7 @@ def _share(model: nn.Module, field: str, key: Callable[[Encoding], object]) -> N
     for module in list(model.modules()):
         if not isinstance(module, Encoding) or not getattr(module, field):
             continue
-        name = module.name.removeprefix("gated:").removeprefix("path:")  # each layer has its own
+        name = module.name.removeprefix("gated:").removeprefix("path:")  # both are per layer
         owner = owners.setdefault((type(module), name, key(module)), module)
         if owner is not module:
             module.share_with(owner)

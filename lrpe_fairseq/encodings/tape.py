@@ -21,8 +21,8 @@ DIAGONAL = "tape-diagonal"
 class StateUpdate(Float32Module):
     """e' = e + M m, then e'' = e' + N (g * U e') with gates g = SiLU(X y), for a layer.
 
-    M (H, H), U (N, H) and N (H, N) mix heads; pairs of features stay what they are, so that all
-    states turn alike if all positions shift. M and U start at 0, X (N, C) and N from N(0, 0.02^2).
+    M (H, H), U (N, H) and N (H, N) mix heads but not features, so that a shift of all positions
+    rotates all states alike. M and U start at 0, X (N, C) and N from N(0, 0.02^2).
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
@@ -57,9 +57,9 @@ def _over_heads(matrix: Tensor, x: Tensor) -> Tensor:
 class TAPE(LRPE):
     """Re[(e_s q_s)^H e_t k_t] with a phase e per token, head and pair, updated by every layer.
 
-    Each layer adds to e what its attention and its feed-forward network say
-    (:class:`StateUpdate`). The states start as RoPE's phases, and the layers as RoPE. The last
-    layer of a stack has no update, because no layer reads it.
+    Each layer updates e from its attention weights and the output of its feed-forward network
+    (:class:`StateUpdate`). The states start as RoPE's phases, so the model starts as RoPE. The last
+    layer of a stack has no update, because no later layer would read it.
 
     Trap: outside the layers of ``lrpe_fairseq.models`` nothing is updated: it is RoPE. Updated
     states do not keep the norm of queries and keys.

@@ -1,1 +1,1 @@
-"""Experiments: prepare data, train, evaluate, record and report. Six rooms import one way."""
+"""Experiments: prepare data, train, evaluate, record and report. Its imports run one way."""

@@ -1,6 +1,6 @@
 """The definitions of the sums of linear attention, in differentiable operations.
 
-It works chunk by chunk: scores are computed within a chunk, and earlier tokens contribute through
+Causal sums run by chunk: scores are computed within a chunk, and earlier tokens contribute through
 the state, in O(T) time and memory. ``causal_cpu`` (C++) and ``causal_triton`` are the fast forms;
 ``attention.half`` computes the definition with products of half-precision numbers.
 

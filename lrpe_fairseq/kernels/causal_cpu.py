@@ -33,7 +33,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
-    """True if the kernel supports q, k, v (B, H, T, .) and every second thread has a sequence."""
+    """True if the kernel supports q, k, v (B, H, T, .) and half of the threads get a sequence."""
     given = (q, k, v)
     return (
         is_plain(*given, log_decay)

@@ -60,7 +60,7 @@ def has_values(*tensors: Tensor) -> bool:
     """True if code may decide by the values of ``tensors``.
 
     False under torch.compile, tracing and a dispatch mode, and for subclasses, tensors wrapped
-    by torch.func and device meta. Take a form there that is right for all values.
+    by torch.func and device meta. Then use a form that is correct for all values.
     """
     return not _is_traced() and all(_is_concrete(x) for x in tensors)
 

@@ -175,8 +175,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
 def _kind(x: Any) -> Any:
-    """Return what Triton compiles in of an argument: the type, if memory is aligned to 16 bytes,
-    and if a number is 1, a multiple of 16, or wider than 32 bits."""
+    """Return the properties of an argument for which Triton specializes: its type, alignment to 16
+    bytes, and whether a number is 1, a multiple of 16, or wider than 32 bits."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     if isinstance(x, int):

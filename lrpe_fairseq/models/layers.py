@@ -175,7 +175,7 @@ class Decoder(TransformerDecoderBase):
 
 
 def stored(x: Tensor) -> Tensor:
-    """Return x (T, B, C), copied by the first layer, as embeddings lie in memory as (B, T, C).
+    """Return x (T, B, C) contiguous; only the first layer copies, as embeddings are (B, T, C).
 
     Otherwise every norm and every linear map of the stack would copy its input.
     """
@@ -203,8 +203,8 @@ def begin_stack(stack: nn.Module, cfg: Any, width: int) -> None:
     if updating:
         if cfg.checkpoint_activations:
             raise ChoiceError(
-                f"--checkpoint-activations recomputes layers alone, but those of "
-                f"{updating[0].encoding.name!r} hand states on: leave it out"
+                f"--checkpoint-activations recomputes single layers, but the layers of "
+                f"{updating[0].encoding.name!r} pass states on: leave it out"
             )
         updating[-1].update = None
     stack.given, stack.codes = Given(one_sided=True), _codes(stack)
@@ -254,7 +254,7 @@ def _with_pass(layer: nn.Module, given: tuple, keywords: dict[str, Any]) -> tupl
 
 
 def _forward_of_pass(forward: Callable, *given: Any, of_pass: list, **keywords: Any) -> Any:
-    """Compute a layer. Recomputation sees its own pass, whichever began since."""
+    """Compute a layer. A recomputation uses the attributes of its own pass, not of a later one."""
     for holder, name, value in of_pass:
         setattr(holder, name, value)
     return forward(*given, **keywords)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class SharedBatchNorm(nn.BatchNorm1d):
-    """BatchNorm over rows (N, C); in training over the rows of all processes, N of each its own.
+    """BatchNorm over rows (N, C); in training over those of all processes, whose N may differ.
 
     torch's SyncBatchNorm has no form for CPUs. The result is that of one process with all rows.
     Trap: every process must call it equally often, and fairseq's dummy batch of a process that has

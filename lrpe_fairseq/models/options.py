@@ -191,8 +191,8 @@ def log_patterns(options: Any, layers: int) -> None:
 def keep_patterns(options: Any, layers: int, kept: Sequence[int] | str | None) -> None:
     """Write the patterns of the layers ``kept`` of a stack, in full, into its options.
 
-    kept: indices, or their list separated by commas. A stack that is no longer than it has been
-    pruned already.
+    kept: indices, as a sequence or separated by commas. If there are at least ``layers`` of them,
+    the stack was pruned before, and nothing changes.
     """
     kept = kept.split(",") if isinstance(kept, str) else kept
     if not kept or len(kept) >= layers:

@@ -135,8 +135,8 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
     """Fit learned positions of ``state`` to the encoder: those of images are interpolated to its
     grid, bicubic, as in DeiT; of those of texts the first ones are taken.
 
-    state: of a checkpoint, changed in place; names begin with ``prefix``. One without the grid of
-        its training, an older one, has a square one.
+    state: of a checkpoint, changed in place; names begin with ``prefix``. If it is too old to
+        contain its grid, the grid is square.
     Raises: Refusal if it has fewer positions than a text may have tokens.
     """
     embedder, positions = encoder.embed_tokens, f"{prefix}embed_positions.weight"

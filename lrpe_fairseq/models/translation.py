@@ -214,7 +214,7 @@ def share_tree_embedding(model: TransformerModelBase) -> None:
 
 
 def keep_layers(cfg: Any) -> None:
-    """Apply the layers to keep, which fairseq splits at commas, although they are lists here."""
+    """Apply ``layers_to_keep``, which is a list here; fairseq expects text with commas."""
     cross = getattr(cfg, "cross", None)
     for side, stacks in ((cfg.encoder, [cfg.encoder]), (cfg.decoder, [cfg.decoder, cross])):
         if side.layers_to_keep:

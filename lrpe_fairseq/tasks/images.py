@@ -41,7 +41,7 @@ NAME = "lrpe_images"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the pixels of ImageNet, from 0 to 1: red, green, blue."""
 CROP = 224 / 256
-"""The central part of an image that is evaluated: its side in relation to the shorter side."""
+"""Side of the central crop in evaluation, relative to the shorter side of the image."""
 ROUND = 256
 """An epoch of repeated augmentation has a multiple of this number of images, as in DeiT."""
 

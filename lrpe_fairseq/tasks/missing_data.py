@@ -1,4 +1,4 @@
-"""One sentence for a data folder that cannot be read, instead of a traceback or other data."""
+"""Refuse a missing or unsupported data folder in one sentence, instead of with a traceback."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from lrpe_fairseq.errors import refuse
 def single_folder(data: str, reader: str) -> Path:
     """Return the data folder ``data``. Raises: Refusal if it is empty or names several shards."""
     if not data:
-        refuse(f"{reader} needs a data folder, such as bin of a data-prep one")
+        refuse(f"{reader} needs a data folder, such as the bin folder that data-prep writes")
     if len(utils.split_paths(data)) > 1:
         refuse(f"{reader} reads a single data folder, not the shards {data}: join them")
     return Path(data)
@@ -39,4 +39,4 @@ def _hint(dictionary: Path) -> str:
     binary = dictionary.parent / "bin"
     if (binary / dictionary.name).exists():
         return f"did you mean {binary}?"
-    return "the data must be a folder written by fairseq-preprocess, such as bin of a data-prep one"
+    return "the data must be a folder of fairseq-preprocess, or the bin folder of prepared data"

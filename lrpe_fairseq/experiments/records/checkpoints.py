@@ -233,7 +233,7 @@ def same_dictionary(
     trained = kept or (_sha256(there) if there.is_file() else "")
     if not trained:
         say(
-            f"{checkpoint} does not tell the words of its dictionary and the data of its training "
+            f"{checkpoint} does not record the words of its dictionary, and its training data "
             f"are gone: only the number of words of {dictionary} was compared"
         )
     return trained in ("", _sha256(dictionary))

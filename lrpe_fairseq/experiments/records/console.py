@@ -9,7 +9,7 @@ from collections.abc import Callable
 from lrpe_fairseq.errors import BAD_INPUT
 
 STARTED_IN = "LRPE_STARTED_IN"
-"""Environment variable: the folder in which the user called a script, which then changed it."""
+"""Environment variable: the folder from which the user called a script, before its cd."""
 
 FAILED, INTERRUPTED, NO_READER = 1, 130, 141
 Main = Callable[..., int | None]
@@ -38,7 +38,7 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
                 sys.stdout.flush()
                 return status
             except BrokenPipeError:
-                # Else Python fails again at its end, when it prints what it still has.
+                # Otherwise Python fails again at exit, when it flushes standard output.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return NO_READER
             except (UserError, ValueError, OSError) as error:

@@ -35,7 +35,7 @@ UNNAMED = {
 MARKS = {orders.BETTER: "✓", orders.WORSE: "✗", orders.TIED: "≈", orders.UNSTABLE: "~"}
 """The sign of a mark; "?" stands for open."""
 LOGARITHMIC = {"ppl", "word_ppl"}
-COUNTS = {  # fractions: the number of tested examples beside them, and the value of all
+COUNTS = {  # fraction -> metric with the number of tested examples, and value of 100 %
     "accuracy": ("examples", 100.0),
     "top5": ("examples", 100.0),
     "answer_accuracy": ("samples", 1.0),
@@ -86,7 +86,7 @@ class ColumnView:
     """One column of one comparable group of runs.
 
     cells: label of a row -> seed -> value. examples: size of the test set of an accuracy, else 0.
-    kind: scale of comparison (``orders.compared``). whole: the value of all, of a fraction. paper:
+    kind: scale of comparison (``orders.compared``). whole: value of 100 % of a fraction. paper:
     label -> published number. names: label -> :func:`method`. broken: labels with a seed whose
     evaluation was not finite.
     """
@@ -126,7 +126,7 @@ class ColumnView:
         return orders.unstable(self._scaled, self.examples)
 
     def mark(self, row: str, other: str) -> str:
-        """Return how ``row`` stands to ``other``: better, worse, tied, unstable or open."""
+        """Return how ``row`` compares with ``other``: better, worse, tied, unstable or open."""
         broken = {row, other} & self.broken
         return orders.UNSTABLE if broken else self._marks.get((row, other), orders.OPEN)
 

@@ -92,10 +92,10 @@ def fit(cells: Cells) -> Fit:
 
 
 def orders(cells: Cells, better: str = "lower", examples: int = 0) -> dict[tuple[str, str], str]:
-    """Return the mark of every pair of rows: (a, b) says how a stands to b.
+    """Return the mark of every pair of rows; that of (a, b) compares a with b.
 
     better: "lower" or "higher". examples: size of the test set of an accuracy, 0 for other values.
-    Marks: better, worse, tied; unstable if one of both is (:func:`unstable`); open with fewer than
+    Marks: better, worse, tied; unstable if either is (:func:`unstable`); open with fewer than
     two degrees of freedom or no seed in common.
     """
     broken = unstable(cells, examples)

@@ -136,8 +136,8 @@ def speed(root: Path, device: str, attention: str, encoding: str) -> str:
 def trained(root: Path, attention: str, encoding: str, length: int) -> str:
     """Return thousands of tokens per second on a GPU, and the speed relative to Base.
 
-    The first is the second times Base's median over all rows, between which a machine drifts. Of
-    older figures, of T = 512, only the second. A dash if the encoding cannot serve.
+    The former is the latter times Base's median speed over all rows, because machines drift. Older
+    figures (T = 512) have the latter only. A dash if no CPU speed was measured.
     """
     if speed(root, "cpu", attention, encoding) == "–":
         return "–"

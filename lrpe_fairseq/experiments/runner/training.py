@@ -116,7 +116,7 @@ class TrainingRun(ABC):
 
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
-        """Return what the cell changes, after its options of which the YAML has another value."""
+        """Return the cell's other options that the YAML contradicts, then the cell's changes."""
         usual = [own for own in cell.options if own not in cell.changed]
         words, changes = (
             [_override(key, value) for option, value in part for key in cls.keys_of(option)]
@@ -234,7 +234,7 @@ class TrainingRun(ABC):
         ]
 
     def usable(self, devices: Devices, say: Say) -> Devices:
-        """Return ``devices``, or the most of their GPUs that can have equal parts of an update."""
+        """Return ``devices``, with fewer GPUs if an update cannot be divided equally among all."""
         settings = self.settings()
         able = (part for part in devices.parts() if machine.division(settings, part.processes))
         part = next(able, devices)
