@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import SHA256, obtain_gpt2, run_pieces
 from lrpe_fairseq.experiments.records.console import UserError, command
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import atomic_write
 
 Books = dict[str, list[Path]]
 """Split -> files, in order."""
@@ -132,7 +132,7 @@ def join(books: Sequence[Path], text: Path, documents: Path) -> None:
     Raises: UserError for a book that is not UTF-8.
     """
     number = 0
-    with written_whole(text) as out, written_whole(documents) as index:
+    with atomic_write(text) as out, atomic_write(documents) as index:
         for book in books:
             try:
                 lines = list(prep.read_lines(book))

@@ -15,7 +15,7 @@ from pathlib import Path
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import pieces
 from lrpe_fairseq.experiments.records.console import UserError, command
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import atomic_write
 
 SHA256 = {  # of the compressed files
     "train-00": "6ab1361e22a7f04d0c73ddc39d5569f1666e3168d008c1bb9fc033ba8f837252",
@@ -59,7 +59,7 @@ def lines_of(sources: Sequence[Path]) -> Iterator[str]:
 
 def join(sources: Sequence[Path], text: Path, documents: Path) -> None:
     """Write the books as one text, and the first line (from 0) and title of each book."""
-    with written_whole(text) as out, written_whole(documents) as index:
+    with atomic_write(text) as out, atomic_write(documents) as index:
         for number, line in enumerate(lines_of(sources)):
             if line.startswith(BOOK):
                 index.write(f"{number}\t{line.removeprefix(BOOK).strip()}\n")

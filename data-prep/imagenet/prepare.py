@@ -154,7 +154,7 @@ def _write_index(
     texts["label/dict.txt"] = [f"{number} 1" for number in range(len(names))]
 
     def write() -> None:
-        with prep.folder_written_whole(bin_dir) as part:
+        with prep.atomic_folder(bin_dir) as part:
             for file, lines in texts.items():
                 prep.write_lines(part / file, lines)
 
@@ -206,14 +206,14 @@ def _unpack_train(archive: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for found, stream in prep.tar_members(archive, rf"({CLASS})\.tar"):
         if not (folder / found[1]).is_dir():
-            with prep.folder_written_whole(folder / found[1]) as part:
+            with prep.atomic_folder(folder / found[1]) as part:
                 for image, content in prep.tar_members(stream, rf"{CLASS}_\d+\.JPEG"):
                     _copy(content, part / image[0])
 
 
 def _unpack_val(archive: Path, folder: Path, classes: Sequence[str]) -> None:
     """Write the images to the folders of their classes; ``classes`` in the order of the numbers."""
-    with prep.folder_written_whole(folder) as part:
+    with prep.atomic_folder(folder) as part:
         for found, stream in prep.tar_members(archive, r"ILSVRC2012_val_(\d{8})\.JPEG"):
             home = part / classes[int(found[1]) - 1]
             home.mkdir(exist_ok=True)

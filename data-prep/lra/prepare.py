@@ -25,7 +25,7 @@ from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.records.console import UserError, command
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import atomic_write
 from lrpe_fairseq.image_files import read_image
 
 SEED = 42
@@ -213,7 +213,7 @@ def _unpack(steps: prep.Steps, task: Task, source: Path, fingerprint: str) -> Pa
 
     def write() -> None:
         for found, stream in _files(task.archive, source):
-            with written_whole(raw / found[0], "wb") as out:
+            with atomic_write(raw / found[0], "wb") as out:
                 shutil.copyfileobj(stream, out, prep.BLOCK)
         for name in names:
             if not (raw / name).is_file():

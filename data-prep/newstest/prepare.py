@@ -17,7 +17,7 @@ from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import run_sentencepiece
 from lrpe_fairseq.experiments.records.console import UserError, command
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import atomic_write
 
 URL = "https://raw.githubusercontent.com/Helsinki-NLP/OPUS-MT-testsets/master/testsets/eng-deu/"
 LANGUAGES = {"en": "eng", "de": "deu"}  # our code -> the repository's code
@@ -122,7 +122,7 @@ def choose(table: Path, target: Path) -> None:
 def join(texts: Sequence[Path], target: Path) -> None:
     """Write the train split: all texts, in order."""
     for language in LANGUAGES:
-        with written_whole(bitext.side(target, language), "wb") as out:
+        with atomic_write(bitext.side(target, language), "wb") as out:
             for text in texts:
                 out.write(bitext.side(text, language).read_bytes())
 

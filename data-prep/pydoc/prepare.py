@@ -22,7 +22,7 @@ from pathlib import Path
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import run_pieces, run_sentencepiece
 from lrpe_fairseq.experiments.records.console import command
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import atomic_write
 
 # Test suites and third-party packages; the rest is the same on every platform.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
@@ -144,8 +144,8 @@ def write_texts(documents: Documents, dest: Path) -> None:
     for split in prep.SPLITS:
         line = 0
         with (
-            written_whole(dest / "text" / f"{split}.txt") as text,
-            written_whole(dest / "documents" / f"{split}.tsv") as index,
+            atomic_write(dest / "text" / f"{split}.txt") as text,
+            atomic_write(dest / "documents" / f"{split}.tsv") as index,
         ):
             for name, kept in documents.items():
                 if split_of(name) == split:

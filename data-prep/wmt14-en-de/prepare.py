@@ -20,7 +20,7 @@ from lrpe_fairseq.experiments.data import bitext
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import SentencePiece, run_sentencepiece
 from lrpe_fairseq.experiments.records.console import UserError, command
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import atomic_write
 
 LANGUAGES = ("en", "de")
 VOCAB_SIZE = 40_000
@@ -131,7 +131,7 @@ def segments(content: bytes) -> IO[bytes]:
 def join(raw: Path, target: Path, stride: int = 1) -> None:
     """Write every ``stride``-th line of the concatenated training texts."""
     for language in LANGUAGES:
-        with written_whole(bitext.side(target, language)) as out:
+        with atomic_write(bitext.side(target, language)) as out:
             for name in TRAIN:
                 for number, line in enumerate(prep.read_lines(raw / f"{name}.{language}")):
                     if number % stride == 0:
@@ -206,7 +206,7 @@ def clean(source: Path, target: Path, tokenizer: SentencePiece, threads: int) ->
     pieces, or more than RATIO times as long as the other."""
     with contextlib.ExitStack() as stack:
         lines = [prep.read_lines(bitext.side(source, name)) for name in LANGUAGES]
-        outs = [stack.enter_context(written_whole(bitext.side(target, n))) for n in LANGUAGES]
+        outs = [stack.enter_context(atomic_write(bitext.side(target, n))) for n in LANGUAGES]
         while batch := list(itertools.islice(zip(*lines, strict=True), 20_000)):
             columns = zip(*batch, strict=True)
             lengths = [[len(p.split()) for p in tokenizer.cut(c, threads)] for c in columns]

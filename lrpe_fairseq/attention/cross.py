@@ -18,8 +18,8 @@ from lrpe_fairseq.attention.linear import LinearState, attend_to_memory, summed_
 from lrpe_fairseq.attention.projected import (
     NOT_EXPORTED,
     ProjectedAttention,
+    cross_projections,
     feature_map,
-    of_cross,
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
@@ -92,7 +92,7 @@ class CrossAttention(ProjectedAttention):
     def _projections(self, width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
         if not qkv_bias:
             raise ChoiceError("the projections of cross-attention have biases: omit qkv_bias")
-        return of_cross(width, self.memory_dim)
+        return cross_projections(width, self.memory_dim)
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 

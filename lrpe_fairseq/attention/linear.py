@@ -21,7 +21,7 @@ from lrpe_fairseq.attention.transport import carried_sums, reflected, score_bloc
 from lrpe_fairseq.encodings.forms import Transport
 from lrpe_fairseq.kernels import causal, causal_cpu, loader
 from lrpe_fairseq.kernels.causal import block_decay, decay_matrix, full_definition
-from lrpe_fairseq.kernels.dispatch import exact, outside_graphs
+from lrpe_fairseq.kernels.dispatch import outside_graphs, without_autocast
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
@@ -54,7 +54,7 @@ def _without_autocast(function: Callable) -> Callable:
 
     @wraps(function)
     def call(q: Tensor, *args: Any, **options: Any) -> Any:
-        with exact(q):
+        with without_autocast(q):
             return function(q, *args, **options)
 
     return call

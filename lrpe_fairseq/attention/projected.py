@@ -83,7 +83,7 @@ class ProjectedAttention(nn.Module):
         self._read: list[Tensor] = []  # the states, and their means by the weights
 
     def _projections(self, width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
-        return _of_self(width, qkv_bias)
+        return _self_projections(width, qkv_bias)
 
     def _add_parts(self, parts: frozenset[str]) -> None:
         """Build the ``attention.parts``; their parameters exist only where they are used."""
@@ -344,7 +344,7 @@ def checked_window(window: int | None, causal: bool) -> int | None:
     return window
 
 
-def _of_self(width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
+def _self_projections(width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
     """Return the projections of self-attention, Xavier with gain 2^-0.5 (q, k, v) or 1, bias 0.
 
     qkv_bias: False for q, k and v without biases.
@@ -362,7 +362,7 @@ def _xavier_linear(width: int, gain: float, bias: bool) -> nn.Linear:
     return linear
 
 
-def of_cross(width: int, memory_dim: int) -> dict[str, nn.Linear]:
+def cross_projections(width: int, memory_dim: int) -> dict[str, nn.Linear]:
     """Return the projections of cross-attention as fairseq's MultiheadAttention draws them.
 
     The order of the draws and the biases are fairseq's, so that under one seed a model starts from

@@ -28,7 +28,7 @@ from lrpe_fairseq.encodings.base import Encoding
 from lrpe_fairseq.encodings.forms import LOWEST, Form, Transport, masked_softmax
 from lrpe_fairseq.encodings.positions import Lags, PositionCache
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.dispatch import exact, is_plain, is_transformed
+from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed, without_autocast
 from lrpe_fairseq.kernels.flash import NoSecondDerivative
 
 BLOCK = 2**24
@@ -131,7 +131,7 @@ def encoded_weights(
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
     lags = lags_between(queries, keys)
-    with exact(queries.positions):  # autocast would round the form
+    with without_autocast(queries.positions):  # autocast would round the form
         form = encoding.form(lags, queries.positions)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
 
@@ -167,7 +167,7 @@ def _carried(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, cal
     query once for every chunk of keys before it.
     """
     window = keys.window if counts_slots(queries, keys) else None
-    with exact(q):
+    with without_autocast(q):
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(wide), k.to(wide)
         blocks = list(score_blocks(q, k, queries.transport, BLOCK, window))
@@ -309,7 +309,7 @@ def _by_token(
         max(first, 0) if call.causal else first,
         last if window is None else min(last, window - 1),
     )
-    with exact(q):
+    with without_autocast(q):
         found = call.form.by_token(q, k, lags)._asdict()
     return found.pop("q"), found
 
@@ -349,7 +349,7 @@ def _terms(q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, call: Call) -> T
     """
     form = call.form
     at, given = (queries.positions, keys.positions), (q * call.scale, k)
-    with exact(q):
+    with without_autocast(q):
         bias = _bias(call, queries, keys, q.dtype)
         factor = _factor(form, queries, keys, call.causal, q.dtype)
         if form.bias is not None and factor is None:
@@ -360,7 +360,7 @@ def _terms(q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, call: Call) -> T
 
     def rescore(scores: Tensor, visible: Tensor | None) -> Tensor:
         scores = scores if factor is None else scores * factor
-        with exact(q):
+        with without_autocast(q):
             own = form.rescore
             scores = scores if own is None else own(scores, *given, *at, visible)
         return scores if bias is None else scores + bias

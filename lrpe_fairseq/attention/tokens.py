@@ -18,7 +18,7 @@ from lrpe_fairseq.encodings.positions import (
     counted,
     known_lags,
     known_range,
-    within,
+    with_known_range,
 )
 
 
@@ -80,7 +80,7 @@ class Tokens(NamedTuple):
         if known is not None and self.positions.dim() == 1:
             cut["positions"] = counted(known[0] + last, self.positions.device, known[0] + first)
         elif known is not None:
-            within(cut["positions"], *known)
+            with_known_range(cut["positions"], *known)
         if self.transport is not None:
             cut["transport"] = self.transport.of(part)
         slots = None if self.slots is None else self.slots + first
@@ -162,7 +162,8 @@ def _count_real_first(padding: Tensor) -> Tensor:
     padding = padding.bool()
     real = ~padding
     after = real.sum(1, keepdim=True) + padding.cumsum(1)
-    return within(torch.where(padding, after, real.cumsum(1)) - 1, 0, padding.shape[1] - 1)
+    numbers = torch.where(padding, after, real.cumsum(1)) - 1
+    return with_known_range(numbers, 0, padding.shape[1] - 1)
 
 
 def restarted(
@@ -179,7 +180,7 @@ def restarted(
     starts = starts & real
     positions = counts - torch.where(starts, counts, 0).cummax(1).values
     if before is None:
-        within(positions, 0, starts.shape[1])  # T, not T - 1: numbers may repeat
+        with_known_range(positions, 0, starts.shape[1])  # T, not T - 1: numbers may repeat
     return positions, starts.cumsum(1)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.forms import Transport
 from lrpe_fairseq.kernels.causal import chunks_of, cut, decay_in_chunk
-from lrpe_fairseq.kernels.dispatch import exact
+from lrpe_fairseq.kernels.dispatch import without_autocast
 
 CHUNK = 32
 """Longest chunk in tokens. On a CPU linear attention takes 0.6 to 0.75 of the time of 64."""
@@ -125,7 +125,7 @@ def carried(k: Tensor, transport: Transport) -> Tensor:
     w = F.pad(transport.w, (0, k.shape[-1] - transport.w.shape[-1]))
     before, length = k.shape[2] - w.shape[2], k.shape[2]
     k, own = k[:, :, :before], k[:, :, before:]
-    with exact(k):
+    with without_autocast(k):
         chunks = _chunks(own, own, Transport(w, transport.beta))
         for j in range(chunks.w.shape[2]):
             k = k - (k @ chunks.y[:, :, j].mT) @ chunks.w[:, :, j]

@@ -21,7 +21,7 @@ from lrpe_fairseq.encodings.forms import ByToken, Fold, Form, OnePass, Transport
 from lrpe_fairseq.encodings.options import EncodingSpec, query_scale
 from lrpe_fairseq.encodings.parameters import Float32Module
 from lrpe_fairseq.encodings.positions import Lags
-from lrpe_fairseq.kernels.dispatch import exact
+from lrpe_fairseq.kernels.dispatch import without_autocast
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Encoding(Float32Module):
         """
         if self.reflections is None:
             return None, {}
-        with exact(x):
+        with without_autocast(x):
             w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
             given = w, w, positions, positions
             encode = self.one_pass(*given, phi=False)

@@ -16,7 +16,7 @@ from lrpe_fairseq.encodings.positions import (
     counted,
     known_lags,
 )
-from lrpe_fairseq.kernels.dispatch import has_values
+from lrpe_fairseq.kernels.dispatch import may_read_values
 
 
 class LagBias(ScoreEncoding):
@@ -44,7 +44,7 @@ class LagBias(ScoreEncoding):
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         wide = torch.promote_types(q.dtype, torch.float32)  # its gradient sums over pairs
         ends = known_lags(q_positions, k_positions)
-        if ends is None and lag.numel() and has_values(lag):  # read once for the same positions
+        if ends is None and lag.numel() and may_read_values(lag):  # once for the same positions
             both = q_positions, k_positions
             ends = self._ends.get(both, None, lambda: (int(lag.min()), int(lag.max())))
         if ends is None or ends[1] - ends[0] >= lag.numel():

@@ -18,7 +18,7 @@ from lrpe_fairseq.encodings.positions import (
     known_lags,
 )
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import has_values
+from lrpe_fairseq.kernels.dispatch import may_read_values
 
 
 class DeBERTa(ScoreEncoding):
@@ -101,7 +101,7 @@ class DeBERTa(ScoreEncoding):
 
     def ends(self, q_positions: Tensor, k_positions: Tensor) -> Lags:
         """Return bounds of s - t, between -K and K. The result is cached."""
-        if not has_values(q_positions, k_positions) or not q_positions.numel():
+        if not may_read_values(q_positions, k_positions) or not q_positions.numel():
             return -self.distance, self.distance
 
         def compute() -> Lags:

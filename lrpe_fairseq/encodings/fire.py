@@ -21,7 +21,7 @@ from lrpe_fairseq.encodings.positions import (
     known_range,
 )
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import has_values
+from lrpe_fairseq.kernels.dispatch import may_read_values
 
 EPS = 1e-6
 """Added to the denominator, as in the published code."""
@@ -120,7 +120,7 @@ class FIRE(LagBias):
     def _near(self, q_positions: Tensor) -> int:
         """Return how many of the first queries are known to be at s <= L; 0 if L is NaN."""
         count = q_positions.shape[-1]
-        if q_positions.numel() == 0 or not has_values(q_positions, self.threshold_factor):
+        if q_positions.numel() == 0 or not may_read_values(q_positions, self.threshold_factor):
             return 0
         limit, known = self.threshold.detach().item(), known_range(q_positions)
         if known is None:

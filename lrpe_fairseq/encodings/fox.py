@@ -12,7 +12,7 @@ from lrpe_fairseq.encodings.networks import as_stored
 from lrpe_fairseq.encodings.none import Unchanged
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.encodings.parameters import drawn
-from lrpe_fairseq.kernels.dispatch import exact
+from lrpe_fairseq.kernels.dispatch import without_autocast
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ForgetGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return log f, (B, H, T) float32 or wider, of x (B, T, C). Never log(sigmoid)."""
         wide = torch.promote_types(x.dtype, self.weight.dtype)
-        with exact(x):
+        with without_autocast(x):
             weight, bias = self.weight.to(wide), self.bias.to(wide)
             logits = as_stored(lambda x: F.linear(x, weight, bias), x.to(wide))
             return F.logsigmoid(logits).transpose(1, 2)

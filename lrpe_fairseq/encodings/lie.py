@@ -38,7 +38,7 @@ from lrpe_fairseq.encodings.rotations import (
     turn,
 )
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import has_values
+from lrpe_fairseq.kernels.dispatch import may_read_values
 
 NOISE = 0.001
 """Standard deviation of the noise in an entry of A on a line. 0.01 would remove the slow rotations
@@ -290,6 +290,6 @@ def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:
     Where code may not decide by values (under torch.compile and the like), all are returned.
     """
     positions = positions.flatten()
-    if not has_values(positions):
+    if not may_read_values(positions):
         return positions, torch.arange(len(positions), device=positions.device)
     return torch.unique(positions, return_inverse=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.kernels import encode, encode_cpu
-from lrpe_fairseq.kernels.dispatch import has_values
+from lrpe_fairseq.kernels.dispatch import may_read_values
 
 
 def permute(x: Tensor, index: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class CyclicPowers:
 
     def cycles(self, permutation: Tensor) -> Tensor:
         """Return :func:`cycle_form` of pi."""
-        if not has_values(permutation):
+        if not may_read_values(permutation):
             return cycle_form(permutation)
         version = -1 if permutation.is_inference() else permutation._version  # none in inference
         known, mark = self._known, (version, permutation.data_ptr())

@@ -46,17 +46,17 @@ def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
 def counted(length: int, device: torch.device, first: int = 0) -> Tensor:
     """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
     if is_transformed():  # a traced or fake tensor must not be cached
-        return within(torch.arange(first, length, device=device), first, length - 1)
+        return with_known_range(torch.arange(first, length, device=device), first, length - 1)
     return _cached_count(length, device, first)
 
 
 @lru_cache(maxsize=256)
 def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
     with torch.inference_mode(False):
-        return within(torch.arange(first, length, device=device), first, length - 1)
+        return with_known_range(torch.arange(first, length, device=device), first, length - 1)
 
 
-def within(positions: Tensor, first: int, last: int) -> Tensor:
+def with_known_range(positions: Tensor, first: int, last: int) -> Tensor:
     """Note on ``positions`` (T,) or (B, T) that attention has counted them from first to last.
 
     If there are last - first + 1 of them, each row has every number once, and (T,) has them in

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.forms import Fold
 from lrpe_fairseq.encodings.positions import check_positions
-from lrpe_fairseq.kernels.dispatch import exact, gradients_of, is_plain
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain, without_autocast
 
 # --- generators --------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def encode_both(
     encode: a function of x (n, B, H, T, D) and positions (T,) or (B, T). It runs without autocast.
     """
     check_positions(q_positions, q), check_positions(k_positions, k)
-    with exact(q):
+    with without_autocast(q):
         if q_positions is k_positions and q.dtype == k.dtype:
             q, k = encode(torch.stack([q, k]), q_positions).unbind(0)
             return q, k
@@ -85,7 +85,7 @@ def folded(p: Tensor, turn: Callable[..., tuple[Tensor, Tensor]]) -> Fold:
 def projected(x: Tensor, p: Tensor) -> Tensor:
     """Return P^T x for x (..., H, T, D) and P (H, D, D), without autocast, in the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    with exact(x):
+    with without_autocast(x):
         return (x.to(wide) @ p.to(wide)).to(x.dtype)
 
 

@@ -19,7 +19,7 @@ from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import exact_type
-from lrpe_fairseq.kernels.dispatch import exact
+from lrpe_fairseq.kernels.dispatch import without_autocast
 
 RANK, TAPS = 16, 4
 """Rank of the map from the text, and width of the causal filter, as in the authors' code."""
@@ -67,7 +67,7 @@ class Increments(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sums of the increments up to each token; see ``Encoding.places``."""
         wide = torch.promote_types(x.dtype, self.down.dtype)
-        with exact(x):
+        with without_autocast(x):
             given = {"padding": padding, "starts": starts, "tail": history.get("tail")}
             steps, tail = self._steps(x.to(wide), given)
         if padding is not None:

@@ -13,7 +13,7 @@ from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.parameters import Float32Module, drawn
-from lrpe_fairseq.kernels.dispatch import exact
+from lrpe_fairseq.kernels.dispatch import without_autocast
 
 DIAGONAL = "tape-diagonal"
 
@@ -41,7 +41,7 @@ class StateUpdate(Float32Module):
         the output of its feed-forward network, before the residual sum.
         """
         wide = torch.promote_types(e.dtype, self.up.dtype)
-        with exact(e):
+        with without_autocast(e):
             mix, up, gate, down = (p.to(wide) for p in (self.mix, self.up, self.gate, self.down))
             mix = torch.diag(mix) if mix.dim() == 1 else mix
             e = e.to(wide) + _over_heads(mix, m.to(wide))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings import domains
 from lrpe_fairseq.encodings.positions import PositionCache
-from lrpe_fairseq.kernels.dispatch import gradients_of, has_values, is_plain
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain, may_read_values
 
 
 class Step(NamedTuple):
@@ -51,7 +51,7 @@ def tree_turn(x: Tensor, matrices: Tensor, positions: Tensor, cache: PositionCac
     Returns: (B, H, T, D) in the dtype of x.
     Raises: ValueError for a negative position.
     """
-    if not (is_plain(x, matrices) and has_values(positions)):
+    if not (is_plain(x, matrices) and may_read_values(positions)):
         return definition(x, matrices, positions)
     k = len(matrices)
     steps = cache.get(positions, k, lambda: steps_to_root(positions, k))
@@ -65,7 +65,7 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
     """
     k, codes = len(matrices), positions
     own, deepest = matrices.to(x.dtype), domains.max_depth(k) + 1
-    if has_values(codes) and codes.numel():
+    if may_read_values(codes) and codes.numel():
         deepest = int(domains.depth(codes, k).max())
     for _ in range(deepest):
         step = domains.branch(codes, k).where(codes > 0, torch.full_like(codes, -1))

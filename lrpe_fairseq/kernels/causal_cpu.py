@@ -29,7 +29,7 @@ GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_gates")
 
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None if kernels are disabled or it does not compile."""
-    return loader.compiled(SOURCE)
+    return loader.load_library(SOURCE)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:

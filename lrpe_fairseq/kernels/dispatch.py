@@ -33,7 +33,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def exact(x: Tensor) -> AbstractContextManager[None]:
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
     """Return a context without autocast, which would round float32 numbers to half precision.
 
     Where autocast is off it does nothing: entering ``torch.autocast`` takes 20 us.
@@ -56,7 +56,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def has_values(*tensors: Tensor) -> bool:
+def may_read_values(*tensors: Tensor) -> bool:
     """True if code may decide by the values of ``tensors``.
 
     False under torch.compile, tracing and a dispatch mode, and for subclasses, tensors wrapped

@@ -24,7 +24,7 @@ WIDEST_SPECTRUM = 128
 
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel, or None if kernels are disabled or it does not compile."""
-    return loader.compiled(SOURCE)
+    return loader.load_library(SOURCE)
 
 
 def serves(x: Tensor, form: Form) -> bool:

@@ -203,7 +203,7 @@ def on_device(x: Tensor) -> bool:
 
 
 @lru_cache(maxsize=8)
-def compiled(source: Path) -> ctypes.CDLL | None:
+def load_library(source: Path) -> ctypes.CDLL | None:
     """Load the library of the .cpp file ``source``.
 
     It is compiled once per machine with ``$CXX`` or ``c++`` into the user's cache folder. Its

@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(
 def fresh(monkeypatch, tmp_path):
     """An empty cache folder, and a library that is not loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    loader.compiled.cache_clear()
+    loader.load_library.cache_clear()
     yield tmp_path / "lrpe_fairseq"
-    loader.compiled.cache_clear()
+    loader.load_library.cache_clear()
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_struct_that_differs_between_python_and_cpp_is_an_error(monkeypatch):
         changed = type("Changed", (ctypes.Structure,), {"_fields_": fields})
         monkeypatch.setattr(loader, "View", changed)
         with pytest.raises(ImportError, match="different fields"):
-            loader.compiled.__wrapped__(SOURCE)
+            loader.load_library.__wrapped__(SOURCE)
 
 
 @pytest.mark.parametrize("compiler", ['c++ "', "no-such-compiler", "false"])
@@ -236,7 +236,7 @@ def test_vectors_of_every_processor_give_the_same(size, fresh, quick, monkeypatc
     encoding, x = build_encoding("lrpe-type5", 24, 2), torch.randn(2, 2, 70, 24)
     positions = torch.arange(70)
     monkeypatch.setattr(loader, "FLAGS", (*loader.FLAGS, f"-DVECTOR_BYTES={size}"))
-    loader.compiled.cache_clear()
+    loader.load_library.cache_clear()
     found = linear_attention(*inputs, causal=True)
     torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
     expected = encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]

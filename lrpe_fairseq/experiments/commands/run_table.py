@@ -16,8 +16,8 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.families import in_columns, load_named, runs, with_data
-from lrpe_fairseq.experiments.records.console import FAILED, clock, command
-from lrpe_fairseq.experiments.records.files import ROOT, relative, require_writable, written_whole
+from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
+from lrpe_fairseq.experiments.records.files import ROOT, atomic_write, relative, require_writable
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.runs import bases_in
 from lrpe_fairseq.experiments.runner import schedule, slurm
@@ -75,14 +75,14 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
             _pack(options.pack, results, logs)
     if not options.pack:  # pages need libraries that a lent machine may lack
         failed = report.render() or failed
-    events.say(f"{options.table}: {clock(time.monotonic() - begun)} in total")
+    events.say(f"{options.table}: {format_duration(time.monotonic() - begun)} in total")
     return FAILED if failed else 0
 
 
 def _pack(target: Path, results: Sequence[Path], logs: Sequence[Path] = ()) -> None:
     """Write run files, with the bases of their configurations, and logs to a tar, whole."""
     homes = sorted({path.parent for path in results})
-    with written_whole(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+    with atomic_write(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
         for path in (*results, *(base for home in homes for base in bases_in(home)), *logs):
             tar.add(path, relative(path))
 
@@ -146,7 +146,7 @@ def usual_scale(table: Table) -> str:
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     table = table.at(options.scale)
     labels = options.rows or [row.label for row in table.rows]
-    _require_sense(options)
+    _check_options(options)
     part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
     seeds = range(1, options.seeds + 1)
     found = runs(part, options.scale, seeds)
@@ -166,7 +166,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     return found
 
 
-def _require_sense(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Raise ValueError or UserError for impossible numbers and options that would be ignored."""
     least, minutes = grace() + CLOSING_SECONDS, options.minutes
     if min(options.seeds, options.jobs, 1 if options.gpus is None else options.gpus) < 1:

@@ -78,7 +78,7 @@ def run_pieces(
             pieces.encode(tokenizer, path, encoded[name], workers)
 
     def binarize_all() -> None:
-        with prep.folder_written_whole(bin_dir) as part:
+        with prep.atomic_folder(bin_dir) as part:
             for language in languages:
                 own = {
                     part / binary_name(split, languages, language): encoded[f"{split} {language}"]

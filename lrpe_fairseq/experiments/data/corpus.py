@@ -38,10 +38,10 @@ import numpy as np
 
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import (
+    atomic_write,
     read_json,
     require_writable,
     write_json,
-    written_whole,
 )
 
 SPLITS = ("train", "valid", "test")
@@ -83,7 +83,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 def write_lines(path: Path, lines: Iterable[Any]) -> None:
     """Write one line per item atomically."""
-    with written_whole(path) as out:
+    with atomic_write(path) as out:
         out.writelines(f"{line}\n" for line in lines)
 
 
@@ -100,7 +100,7 @@ def has_checksum(path: Path, checksum: str) -> bool:
 
 
 @contextlib.contextmanager
-def folder_written_whole(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` at the end; after an error it is deleted."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -161,7 +161,7 @@ def unpack(opener: Opener, target: Path, checksum: str = "") -> Path:
 
     Raises: UserError if the source is truncated or has another checksum; ``target`` is unchanged.
     """
-    with readable(target.name), opener() as stream, written_whole(target, "wb") as out:
+    with readable(target.name), opener() as stream, atomic_write(target, "wb") as out:
         shutil.copyfileobj(stream, out, BLOCK)
         out.flush()
         if not has_checksum(Path(out.name), checksum):
@@ -274,7 +274,7 @@ def write_binary(
     texts: split -> text with one sample per line and symbols separated by spaces. dictionary: by
     default one is built from the train split.
     """
-    with folder_written_whole(folder) as part:
+    with atomic_folder(folder) as part:
         prefixes = {part / split: text for split, text in texts.items()}
         binarize(prefixes, part / "dict.txt", dictionary, workers)
 

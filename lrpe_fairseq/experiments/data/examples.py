@@ -66,7 +66,7 @@ def prepare(
     files = ["dict.txt", *prep.binary_files(prep.SPLITS)]
 
     def write() -> None:
-        with prep.folder_written_whole(bin_dir) as part:
+        with prep.atomic_folder(bin_dir) as part:
             for name, own in dictionaries.items():
                 prep.write_lines(part / name / "dict.txt", (f"{symbol} 1" for symbol in own))
             for split, examples in make().items():

@@ -13,7 +13,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.records.console import UserError
-from lrpe_fairseq.experiments.records.files import written_whole
+from lrpe_fairseq.experiments.records.files import atomic_write
 
 SPM, GPT2_FOLDER = "spm/spm.model", "gpt2"
 UNKNOWN_WORD = "<unk>"  # replaces rare words in WikiText; also fairseq's unknown symbol
@@ -136,7 +136,7 @@ def train_sentencepiece(
             f"sentencepiece cannot make {vocab_size} pieces of this text ({error}): "
             f"choose another --vocab-size."
         ) from None
-    with written_whole(model, "wb") as out:
+    with atomic_write(model, "wb") as out:
         out.write(trained.getvalue())
 
 

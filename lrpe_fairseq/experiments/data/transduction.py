@@ -370,7 +370,7 @@ def binarize(
     written[dictionary] = text / "dict.txt"
 
     def write() -> None:
-        with prep.folder_written_whole(bin_dir) as part:
+        with prep.atomic_folder(bin_dir) as part:
             for name in dictionaries:
                 shutil.copyfile(text / "dict.txt", part / name)
             for column in columns:

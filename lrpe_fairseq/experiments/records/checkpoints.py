@@ -20,10 +20,10 @@ import torch
 
 from lrpe_fairseq.experiments.records.files import (
     ROOT,
+    atomic_write,
     first_shard,
     read_json,
     write_json,
-    written_whole,
 )
 from lrpe_fairseq.safe_loading import ALLOWED
 
@@ -160,7 +160,7 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     path = max(found, key=found.get)  # the first of several
     seen = found[path]
     if path != last:
-        with open(path, "rb") as content, written_whole(last, "wb") as file:
+        with open(path, "rb") as content, atomic_write(last, "wb") as file:
             shutil.copyfileobj(content, file, 1 << 20)
         say(f"resuming from {path.name}, update {seen}")
     return seen
@@ -174,7 +174,7 @@ def average(paths: Sequence[Path], target: Path) -> None:
     states = [load_sound(path) for path in paths]
     models = [state["model"] for state in states]
     mean = {name: _mean(name, [model[name] for model in models]) for name in models[-1]}
-    with written_whole(target, "wb") as file:
+    with atomic_write(target, "wb") as file:
         torch.save({**states[-1], "model": mean, "last_optimizer_state": None}, file)
 
 

@@ -53,6 +53,6 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
     return decorate
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration as h:mm:ss, after days if there are some."""
     return str(datetime.timedelta(seconds=round(seconds)))

@@ -49,7 +49,7 @@ def first_shard(data: Path) -> Path:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open ``path`` for writing atomically: the file appears after all of it is on the disk.
 
     The content is written to a temporary file in the same folder, whose name starts with a dot:
@@ -86,7 +86,7 @@ def require_writable(folder: Path, option: str, file: Path | None = None) -> Non
 def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
     """Write ``value`` as indented JSON atomically. Raises: ValueError for nan or inf."""
     text = json.dumps(value, indent=1, ensure_ascii=False, sort_keys=sort_keys, allow_nan=False)
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(text + "\n")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lrpe_fairseq.experiments.records.console import UserError, clock
+from lrpe_fairseq.experiments.records.console import UserError, format_duration
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Busy, Children, Stopped, is_locked
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -149,7 +149,7 @@ class Schedule:
             self._done += 1
             self._longest = max(self._longest, seconds)
             self._finished(run)
-        self._say(run, f"finished after {clock(seconds)}")
+        self._say(run, f"finished after {format_duration(seconds)}")
 
     def _say(self, run: TrainingRun, text: str) -> None:
         self._events.say(f"{run.name}: {text}")
@@ -195,7 +195,7 @@ class Schedule:
         seen = {run.name: run.progress() for run in self._runs}
         done = sum(min(update, total) for update, total in seen.values())
         left = sum(total for _, total in seen.values()) - done
-        eta = clock(seconds * left / (done - before)) if done > before else "?"
+        eta = format_duration(seconds * left / (done - before)) if done > before else "?"
         with self._guard:
             current = "; ".join("{} {}/{}".format(n, *seen[n]) for n in self._running)
         ended = self._done + self._failed + self._skipped
