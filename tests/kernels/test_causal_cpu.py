@@ -31,13 +31,11 @@ def weights_of(out):
 
 
 def results(form, inputs, wanted="normalized", log_decay=None):
-    """Outputs and gradients, the denominators' among them."""
-    out, denominator = form(*inputs, wanted, log_decay, EPS)
-    loss = (out * weights_of(out)).sum()
-    if denominator is not None:
-        loss = loss + (denominator * weights_of(denominator)).sum()
-    given = [out] if denominator is None else [out, denominator]
-    return [*given, *torch.autograd.grad(loss, inputs)]
+    """Outputs and gradients, the denominators' among them; the fourth input is a decay."""
+    q, k, v, log_decay = inputs if len(inputs) == 4 else (*inputs, log_decay)
+    found = causal.present(*form(q, k, v, wanted, log_decay, EPS))
+    loss = sum((x * weights_of(x)).sum() for x in found)
+    return [*found, *torch.autograd.grad(loss, inputs)]
 
 
 @pytest.mark.parametrize("decay", [None, (-3.0, -0.3, -0.01)], ids=["plain", "decay"])
@@ -62,12 +60,6 @@ def with_gates(inputs, dtype=None):
     return [x.detach().to(dtype or inputs[0].dtype).requires_grad_() for x in (*inputs, gates)]
 
 
-def results_with_gates(form, inputs, wanted):
-    found = causal.present(*form(*inputs[:3], wanted, inputs[3], EPS))
-    loss = sum((x * weights_of(x)).sum() for x in found)
-    return [*found, *torch.autograd.grad(loss, inputs)]
-
-
 @pytest.mark.parametrize("wanted", causal_cpu.WANTED)
 @pytest.mark.parametrize(
     ("length", "keys", "values"), [(1, 3, 1), (31, 5, 3), (70, 200, 96), (150, 16, 24)]
@@ -75,11 +67,11 @@ def results_with_gates(form, inputs, wanted):
 def test_a_decay_per_token_equals_the_definition(length, keys, values, wanted, monkeypatch):
     monkeypatch.setattr(causal_cpu, "SEGMENT", 64)
     inputs = example(length, keys, values)
-    exact = results_with_gates(causal.definition, with_gates(inputs, torch.float64), wanted)
+    exact = results(causal.definition, with_gates(inputs, torch.float64), wanted)
     for dtype, scale in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         given = with_gates(inputs, dtype)
         assert causal_cpu.serves(*given)
-        assert_near(results_with_gates(causal_cpu.causal_sums, given, wanted), exact, scale)
+        assert_near(results(causal_cpu.causal_sums, given, wanted), exact, scale)
 
 
 @pytest.mark.parametrize("layout", [lambda x: x.mT.contiguous().mT, lambda x: x[:, :1, :1]])
@@ -87,8 +79,8 @@ def test_gates_of_any_layout_are_read_right(layout):
     inputs = example(70, dtype=torch.float64)
     gates = layout(with_gates(inputs)[3].detach()).expand(BATCH, HEADS, 70)
     inputs, copied = [*inputs, gates.requires_grad_()], [*inputs, gates.contiguous()]
-    wanted = results_with_gates(causal.definition, copied, "normalized")
-    assert_near(results_with_gates(causal_cpu.causal_sums, inputs, "normalized"), wanted, 1e-9)
+    wanted = results(causal.definition, copied, "normalized")
+    assert_near(results(causal_cpu.causal_sums, inputs, "normalized"), wanted, 1e-9)
 
 
 def test_a_clamped_denominator_has_no_gradient():
