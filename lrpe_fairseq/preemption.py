@@ -7,7 +7,7 @@ There is no validation before the exit, so a resumed training equals an uninterr
 including its best checkpoint.
 
 With several GPUs fairseq starts one process per GPU. A signal ends their parent, and torch would
-then interrupt them; the kernel is set to send them SIGUSR1 instead, on which they save.
+then interrupt them; Linux is asked to send them SIGUSR1 instead, on which they save.
 
 Stock fairseq trains a finished checkpoint for one more update and writes it again.
 """

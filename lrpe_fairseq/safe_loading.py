@@ -73,4 +73,4 @@ def _numpy_stand_ins() -> list[tuple[Callable, str]]:
 
 
 ALLOWED = [Namespace, *_numpy_stand_ins()]
-"""Arguments of ``torch.serialization.safe_globals``."""
+"""Arguments of ``torch.serialization.add_safe_globals``."""

@@ -1,6 +1,6 @@
 """BatchNorm over several processes: what one process with all rows computes.
 
-The processes import torch alone: importing fairseq takes longer than the test.
+The processes do not import the package.
 """
 
 import importlib.util

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.models.options import one_sentence_errors
 
 TOP = 5
 LOG2 = math.log(2)
@@ -53,7 +54,8 @@ class ClassificationCriterion(FairseqCriterion):
 
         reduce: True for the sum over examples, False for one loss per example, (B,).
         """
-        logits, target = model(**sample["net_input"]).float(), sample["target"]
+        with one_sentence_errors():  # of images that are not made of patches
+            logits, target = model(**sample["net_input"]).float(), sample["target"]
         smoothing = self.label_smoothing if model.training else 0.0
         losses = cross_entropy(logits, target, smoothing)
         loss = losses.sum() if reduce else losses

@@ -131,7 +131,7 @@ class Fourier(nn.Module):
 
 def reflect(x: Tensor, unit: Tensor) -> Tensor:
     """Compute x - 2 u (u^T x) for every row of x (..., D) and one unit vector u (D,)."""
-    return x - 2.0 * (x @ unit).unsqueeze(-1) * unit
+    return x - (x @ unit).unsqueeze(-1) * (2.0 * unit)
 
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:

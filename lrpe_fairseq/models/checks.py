@@ -226,13 +226,14 @@ OF_ATTENTION = (
 
 
 def check_resumed(path: str, before: Any, now: Any) -> None:
-    """Refuse to resume a training with another encoding, attention, memory, document boundary or
-    size of images.
+    """Refuse to resume a training with another encoding, attention, memory, document boundary,
+    size of images or number of learned positions.
 
     before, now: the configurations of the checkpoint and of this training.
     """
     trained, wanted = (
-        _attention(cfg["model"]) | _image_size(cfg.get("task")) for cfg in (before, now)
+        _attention(cfg["model"]) | _image_size(cfg.get("task")) | _learned_positions(cfg)
+        for cfg in (before, now)
     )
     other = [n for n in trained.keys() & wanted.keys() if trained[n] != wanted[n]]
     if other:
@@ -243,12 +244,8 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
         )
 
 
-SWEPT = {"common": ("seed",), "optimization": ("lr", "clip_norm", "update_freq")}
-"""Options whose trainings are different runs, by section."""
-
-
 def check_unfinished(path: str, state: dict[str, Any], now: Any) -> None:
-    """Refuse to go on with a training that has ended, and had another seed, rate or batch.
+    """Refuse to go on with a training that has all its updates, and had another seed or rate.
 
     Nothing would be trained, and every job of a sweep in one folder would return the first model.
     state: of the checkpoint. now: the configuration of this training.
@@ -256,16 +253,15 @@ def check_unfinished(path: str, state: dict[str, Any], now: Any) -> None:
     last = now["optimization"]["max_update"]
     if not 0 < last <= state["optimizer_history"][-1]["num_updates"]:
         return
-    before, wanted = (
-        {f"{part}.{n}": str(cfg[part][n]) for part, names in SWEPT.items() for n in names}
+    had, has = (
+        {"common.seed": cfg["common"]["seed"], "optimization.lr": list(cfg["optimization"]["lr"])}
         for cfg in (state["cfg"], now)
     )
-    other = [name for name in before if before[name] != wanted[name]]
-    if other:
-        had, has = (", ".join(f"{n}={x[n]}" for n in other) for x in (before, wanted))
+    if had != has:
+        had, has = (", ".join(f"{n}={x}" for n, x in found.items()) for found in (had, has))
         refuse(
-            f"{path} has ended with {had}, so nothing would be trained with {has}: choose another "
-            "--save-dir (checkpoint.save_dir) for every training"
+            f"{path} has all its updates with {had}, so nothing would be trained with {has}: "
+            "choose another --save-dir (checkpoint.save_dir) for every training"
         )
 
 
@@ -275,12 +271,27 @@ def _image_size(task: Any) -> dict[str, str]:
     return {} if size is None else {"image_size": str(size)}
 
 
+def _learned_positions(cfg: Any) -> dict[str, str]:
+    """Return the longest input of an encoder with learned positions; {} for other models."""
+    model, task = (_as_dict(cfg.get(part) or {}) for part in ("model", "task"))
+    if not model.get("encoder_learned_pos") or model.get("no_token_positional_embeddings"):
+        return {}
+    given = (model, "max_positions"), (task, "max_positions"), (task, "tokens_per_sample")
+    longest = next((part[name] for part, name in given if part.get(name)), None)
+    return {"max_positions": str(longest)}
+
+
+def _as_dict(options: Any) -> dict[str, Any]:
+    """Return a section of a configuration, or flat options, as a dictionary."""
+    if OmegaConf.is_config(options):
+        return OmegaConf.to_container(options, resolve=True, enum_to_str=True)
+    return options if isinstance(options, dict) else vars(options)
+
+
 def _attention(options: Any, section: str = "") -> dict[str, str]:
     """Return the options of a model that choose its attention, by dotted name."""
-    if OmegaConf.is_config(options):
-        options = OmegaConf.to_container(options, resolve=True, enum_to_str=True)
     found, own = {}, options_of_encodings()
-    for name, value in (options if isinstance(options, dict) else vars(options)).items():
+    for name, value in _as_dict(options).items():
         if isinstance(value, dict):
             found |= _attention(value, f"{section}{name}.")
         elif name in own or (any(x in name for x in OF_ATTENTION) and "dropout" not in name):

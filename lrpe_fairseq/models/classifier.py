@@ -217,8 +217,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         """Return the pooled vectors (B, C) of token ids (B, T) or of images."""
         embedder = self.encoder.embed_tokens
         if isinstance(embedder, Patches):
-            with one_sentence_errors():
-                cells = embedder.cells(tokens)
+            cells = embedder.cells(tokens)
             out = self.encoder(embedder.shape(cells), token_embeddings=embedder(cells))
         else:
             out = self.encoder(tokens)

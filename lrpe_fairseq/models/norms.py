@@ -1,9 +1,9 @@
 """BatchNorm whose statistics are those of all processes, on GPUs and on CPUs."""
 
 import torch
+import torch.distributed as dist
 from fairseq.distributed.utils import get_global_world_size
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 
 
@@ -25,9 +25,9 @@ class SharedBatchNorm(nn.BatchNorm1d):
         if alone:
             return super().forward(rows)
         count = rows.new_tensor([len(rows)])
-        total = all_reduce(torch.cat([rows.sum(0), count]))
+        total = Sum.apply(torch.cat([rows.sum(0), count]))
         mean, count = total[:-1] / total[-1], total[-1].detach()
-        variance = all_reduce((rows - mean).square().sum(0)) / count
+        variance = Sum.apply((rows - mean).square().sum(0)) / count
         self._remember(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         return (rows - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
 
@@ -37,3 +37,19 @@ class SharedBatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked += 1
         self.running_mean.lerp_(mean, self.momentum)
         self.running_var.lerp_(variance, self.momentum)
+
+
+class Sum(torch.autograd.Function):
+    """The sum of a tensor over all processes; its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        """Sum x, of one shape in all processes."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        """Sum the gradients of all processes."""
+        return Sum.apply(grad)

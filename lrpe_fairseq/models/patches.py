@@ -141,8 +141,9 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
     """
     embedder, positions = encoder.embed_tokens, f"{prefix}embed_positions.weight"
     if not hasattr(embedder, "grid"):
-        if positions in state and encoder.embed_positions is not None:
-            state[positions] = _first(state[positions], encoder.embed_positions)
+        own = encoder.embed_positions
+        if positions in state and isinstance(own, LearnedPositionalEmbedding):
+            state[positions] = _first(state[positions], own)
         return
     own, name = embedder.grid, f"{prefix}embed_tokens.grid"
     if (table := state.get(positions)) is not None:

@@ -164,16 +164,12 @@ def test_a_sequence_gives_the_same_bits_in_any_batch_and_on_any_number_of_thread
         (lambda *x: [y.to("meta") for y in x], "no memory"),
     ],
 )
-def test_what_is_left_to_the_pytorch_form(change, why):
+def test_what_is_left_to_the_pytorch_form(change, why, monkeypatch):
     inputs = example(20)
     assert causal_cpu.serves(*inputs)
     assert not causal_cpu.serves(*change(*inputs)), why
-
-
-def test_too_many_threads_without_a_sequence_leave_all_to_the_pytorch_form(monkeypatch):
-    inputs = example(20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 * BATCH * HEADS + 1)
-    assert not causal_cpu.serves(*inputs)
+    assert not causal_cpu.serves(*inputs), "fewer sequences than half the threads"
 
 
 def test_a_decay_that_is_not_one_of_each_head_is_refused():

@@ -52,9 +52,9 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is a folder; name a checkpoint in it")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
+    torch.serialization.add_safe_globals(ALLOWED)
     try:
-        with torch.serialization.safe_globals(ALLOWED):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises various types
         raise ValueError(
             f"{path} does not load: it is damaged, or contains Python objects that could run code "
@@ -115,7 +115,7 @@ def updates(state: dict[str, Any]) -> int:
 
 
 def seconds(state: dict[str, Any]) -> float:
-    """Return the seconds before it was saved (of several processes: a tensor), in tenths, > 0."""
+    """Return the seconds of training before it was saved, in tenths, at least 0.1."""
     return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))
 
 
@@ -155,7 +155,7 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     if not found:
         if last.exists():
             last.replace(last.with_name(f"{LAST}.refused"))
-            say("no checkpoint can be loaded; training starts over")
+            say(f"no checkpoint can be loaded; {LAST}.refused is the last; training starts over")
         return 0
     path = max(found, key=found.get)  # the first of several
     seen = found[path]
@@ -194,7 +194,7 @@ def newest(folder: Path, count: int) -> list[Path]:
     return found[-count:]
 
 
-def remove(folder: Path, names: str = "checkpoint*.pt") -> None:
+def remove(folder: Path, names: str = "checkpoint*.pt*") -> None:
     """Delete every checkpoint of a folder, or those with such names."""
     for path in folder.glob(names):
         path.unlink()
