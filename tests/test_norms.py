@@ -1,7 +1,4 @@
-"""BatchNorm over several processes: what one process with all rows computes.
-
-The processes do not import the package.
-"""
+"""BatchNorm over several processes, which import torch and fairseq only."""
 
 import importlib.util
 import subprocess
