@@ -115,6 +115,9 @@ class Encoding(Float32Module):
     content_scale: float = 1.0
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""
+    feature_factors: tuple[float, ...] | None = None
+    """Factors of the encoded features of a query, D' of them, in softmax attention; None: all 1.
+    They are those of the products q_j k_j of a score, beside :attr:`content_scale`."""
     has_states: bool = False
     """True if queries and keys are rotated by per-token states, which each layer of a stack but the
     last updates; see :class:`~lrpe_fairseq.encodings.tape.TAPE`."""
