@@ -129,6 +129,9 @@ class Encoding(Float32Module):
     normalizer "rotated" then divides by the clamp: results are finite in float32 and bfloat16, but
     float16 gradients overflow. Use normalizer "layernorm" or "content" instead."""
 
+    streams: tuple[str, ...] = ()
+    """Names of its random streams whose numbers a part of the layer may have, too."""
+
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
         self.spec = spec

@@ -62,7 +62,7 @@ class CAPE(ScoreEncoding):
         heads = spec.num_heads
         self.base = self.base_class(spec)
         self.base.shared = False
-        generator = spec.generator(stream=23)
+        generator = spec.generator("cape")
         self.inner = linear(2 * heads, width, generator)
         self.outer = linear(width, heads, generator)
 

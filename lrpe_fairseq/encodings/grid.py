@@ -77,6 +77,11 @@ class GridEncoding(QueryKeyEncoding):
         return None if None in each else sum(each, ())
 
     @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of the random streams of :attr:`parts`."""
+        return self.parts[0].streams
+
+    @property
     def feature_dim(self) -> int:
         """The sum of the widths of :attr:`parts`."""
         return sum(part.feature_dim for part in self.parts)

@@ -155,7 +155,7 @@ class LieRE(BlockRotation):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        size, generator = self.block * (self.block - 1) // 2, spec.generator(stream=31)
+        size, generator = self.block * (self.block - 1) // 2, spec.generator("liere")
         shape = self.axes, spec.num_heads, self.blocks, size
         if self.axes == 1:
             start = line_start(spec.num_heads, self.blocks, self.block)[..., *triangle(self.block)]
@@ -196,7 +196,7 @@ class ComRoPE(BlockRotation):
         super().__init__(spec, least_blocks)
         self.properties = Properties(shift_unit=spec.options.grid_width or 1)
         shape = spec.num_heads, self.blocks, self.block, self.block
-        draw = torch.randn(shape, generator=spec.generator(stream=32), device="cpu")
+        draw = torch.randn(shape, generator=spec.generator("comrope"), device="cpu")
         if self.axes == 1:
             draw = NOISE / math.sqrt(2) * draw + line_start(*shape[:3])  # A has twice its variance
         self.p = undecayed(draw)
@@ -259,7 +259,7 @@ class ComRoPELD(ComRoPE):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
         shape = self.axes, self.blocks
-        draw = torch.randn(shape, generator=spec.generator(stream=33), device="cpu")
+        draw = torch.randn(shape, generator=spec.generator("comrope-axes"), device="cpu")
         self.theta = undecayed(torch.ones(shape, device="cpu") if self.axes == 1 else draw)
 
     def amounts(self, coordinates: Tensor) -> Tensor:

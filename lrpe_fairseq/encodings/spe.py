@@ -49,7 +49,7 @@ class SineCode(nn.Module):
         super().__init__()
         one = "spe-one-sine" in spec.options.fidelity
         sines = 1 if one else spec.options.of(SPEOptions).spe_sines
-        generator = spec.generator(stream=6)
+        generator = spec.generator("spe-code")
         shape = (spec.num_heads, spec.head_dim, sines)
         frequency, offset, gain = torch.randn(3, *shape, generator=generator, device="cpu")
         self.frequency = undecayed(frequency - 4.0)
@@ -185,7 +185,7 @@ class SPE(QueryKeyEncoding):
         self.code = SineCode(spec, self.realizations)
         self.gate = None
         if options.spe_gated:
-            generator, shape = spec.generator(stream=7), (spec.num_heads, spec.head_dim)
+            generator, shape = spec.generator("spe-gate"), (spec.num_heads, spec.head_dim)
             self.gate = nn.Parameter(torch.randn(shape, generator=generator, device="cpu"))
             eps = torch.randn(*shape, self.realizations, generator=generator, device="cpu")
             self.register_buffer("gate_noise", eps)

@@ -27,7 +27,7 @@ class StateUpdate(Float32Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        heads, size, generator = spec.num_heads, 4 * spec.num_heads, spec.generator(stream=50)
+        heads, size, generator = spec.num_heads, 4 * spec.num_heads, spec.generator("tape")
         diagonal = DIAGONAL in spec.options.fidelity
         self.mix = nn.Parameter(torch.zeros(*([heads] if diagonal else [heads, heads])))
         self.up = nn.Parameter(torch.zeros(size, heads))
