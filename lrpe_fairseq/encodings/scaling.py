@@ -96,7 +96,7 @@ def scaled(theta: Tensor, given: RotationOptions) -> Tensor:
         linear        w / f                                  (Chen et al., 2023)
         ntk           w f^(-i / (E - 1))                     (base f^(D / (D - 2)) for D = 2 E)
         yarn          (1 - g) w / f + g w, g of :func:`_kept_by_place`    (Peng et al., 2023, code)
-        yarn-printed  (1 - g) w / f + g w, g of :func:`_kept_by_turns`    (Eq. 17-20 of the paper)
+        yarn-printed  (1 - g) w / f + g w, g of :func:`_kept_by_turns`    (Eq. 17-22 of the paper)
 
     Args:
         theta: w, (E,), in radians per token, fixed or learned.

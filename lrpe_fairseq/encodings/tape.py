@@ -91,8 +91,8 @@ class TAPE(LRPE):
     departures = {
         DIAGONAL: Departure(
             paper="the states of all heads are mixed by a matrix M (TAPE)",
-            code="an einsum (bqnd,qe->bqnd) multiplies every head by the sum of its row of M: heads "
-            "are not mixed, and Adam moves a sum of H numbers H times as far as one",
+            code="an einsum (bqnd,qe->bqnd) multiplies every head by the sum of its row of M: no "
+            "heads are mixed, and Adam moves a sum of H numbers H times as far as one",
             ours="M (H, H) mixes the heads",
         ),
     }
