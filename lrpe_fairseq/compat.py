@@ -469,10 +469,12 @@ _RESUMED = ContextVar[Any]("resumed", default=None)
 
 
 def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any) -> dict:
-    state = original(path, *args, **kwargs)
-    if _RESUMED.get() is not None and state.get("cfg"):
-        from lrpe_fairseq.models.checks import check_resumed, check_unfinished
+    from lrpe_fairseq.models.checks import check_resumed, check_unfinished, warn_about_yarn
 
+    state = original(path, *args, **kwargs)
+    if state.get("cfg"):
+        warn_about_yarn(path, state["cfg"], args[0] if args else kwargs.get("arg_overrides"))
+    if _RESUMED.get() is not None and state.get("cfg"):
         check_resumed(path, state["cfg"], _RESUMED.get())
         check_unfinished(path, state, _RESUMED.get())
     place = (state.get("extra_state") or {}).get("train_iterator")

@@ -40,7 +40,7 @@ class Multiplicative(ScoreEncoding):
     def __init__(self, spec):
         super().__init__(spec)
         shape = (2 * self.REACH + 1, spec.num_heads)
-        self.table = nn.Parameter(0.3 * torch.randn(shape, generator=spec.generator(9)))
+        self.table = nn.Parameter(0.3 * torch.randn(shape, generator=spec.generator("toy")))
 
     def forward(self, scores, q, k, q_positions, k_positions, visible=None):
         check_positions(q_positions, q), check_positions(k_positions, k)

@@ -57,6 +57,9 @@ def test_an_unknown_protocol_is_refused_with_the_forms(name):
 
 
 def test_context_scaling_is_part_of_a_protocols_name_and_sentence():
+    printed = Protocol.parse("paired-512+yarn-printed-4")
+    assert printed == Protocol("paired", 512, scaling="yarn-printed", factor=4.0)
+    assert printed.overrides(T)["context_scaling"] == "yarn-printed"
     scaled = Protocol.parse("paired-512+yarn-2.5")
     assert scaled == Protocol("paired", 512, scaling="yarn", factor=2.5)
     own = {"context_scaling": "yarn", "context_factor": 2.5, "context_length": T}

@@ -97,8 +97,9 @@ class ProjectedAttention(nn.Module):
             HeadNorm(spec, 1e-5) if "qk-norm" in parts else None for _ in range(2)
         )
         self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
-        self.out_gate = Gate(spec, width, stream=41) if "output-gate" in parts else None
-        self.kv_shift = KVShift(spec) if "kv-shift" in parts else None
+        gate, shift = (name in parts for name in ("output-gate", "kv-shift"))
+        self.out_gate = Gate(self.encoding, width, "output-gate") if gate else None
+        self.kv_shift = KVShift(self.encoding) if shift else None
 
     # --- fairseq's interface -------------------------------------------------------------------
 

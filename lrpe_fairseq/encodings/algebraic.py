@@ -137,6 +137,7 @@ class Algebraic(QueryKeyEncoding):
                 f"{components!r} needs a head width of at least 2 for each component, got "
                 f"{spec.head_dim}"
             )
+        self.streams = tuple(map(_stream, range(len(names))))
         self.components = nn.ModuleList(
             _component(name, spec, self.width, number) for number, name in enumerate(names)
         )
@@ -329,10 +330,10 @@ class Sequence(Component):
 
     on_line = True
 
-    def __init__(self, spec: EncodingSpec, width: int, stream: int) -> None:
+    def __init__(self, spec: EncodingSpec, width: int, number: int) -> None:
         super().__init__()
         options = spec.options.of(APEOptions)
-        start = _start(spec, width, (spec.num_heads,), stream)
+        start = _start(spec, width, (spec.num_heads,), number)
         self.generator = Generator(start, options.ape_learned, _full(spec))
 
     def fold(self) -> tuple[Tensor, Tensor] | None:
@@ -355,7 +356,7 @@ class Planar(Component):
     """
 
     def __init__(
-        self, spec: EncodingSpec, width: int, stream: int, theta: Tensor, period: int = 0
+        self, spec: EncodingSpec, width: int, number: int, theta: Tensor, period: int = 0
     ) -> None:
         super().__init__()
         options, heads = spec.options.of(APEOptions), spec.num_heads
@@ -364,7 +365,7 @@ class Planar(Component):
         self.theta = theta if period else undecayed(theta.float(), options.ape_learned)
         start = theta.new_zeros(heads, width, width)
         if options.ape_init == "identity":
-            start = _normal(spec, (heads,), width, stream)
+            start = _normal(spec, (heads,), width, number)
         self.projection = Orthogonal(Generator(start, options.ape_learned))
 
     def fold(self) -> tuple[Tensor, Tensor]:
@@ -400,14 +401,14 @@ class Orthogonal(nn.Module):
 class Tree(Component):
     """M(w_1 ... w_n) = W_(w_1) ... W_(w_n), W_b = exp(B_b) for each branch and head."""
 
-    def __init__(self, spec: EncodingSpec, width: int, stream: int, branches: int) -> None:
+    def __init__(self, spec: EncodingSpec, width: int, number: int, branches: int) -> None:
         super().__init__()
         options, fidelity = spec.options.of(APEOptions), spec.options.fidelity
         self.branches, self.heads = branches, spec.num_heads
         heads = 1 if "ape-tree-shared-heads" in fidelity else spec.num_heads
-        start = _start(spec, width, (branches, heads), stream)
+        start = _start(spec, width, (branches, heads), number)
         if options.ape_init == "rope" and "ape-equal-branches" not in fidelity:
-            start = _in_other_planes(start, spec.generator(stream))
+            start = _in_other_planes(start, spec.generator(_stream(number)))
         self.generator = Generator(start, options.ape_learned, _full(spec))
         self._shifts = "ape-shifted-paths" in fidelity
         self._shifted, self._steps = PositionCache(2), PositionCache(2)
@@ -436,27 +437,32 @@ def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Compon
     if found is None:
         raise ChoiceError(f"unknown component {name!r} of an algebraic encoding; choose {FORM}")
     branches, period = (int(digits or 0) for digits in found.groups())
-    stream, canonical = 41 + number, spec.options.of(APEOptions).ape_generator == "canonical"
+    canonical = spec.options.of(APEOptions).ape_generator == "canonical"
     if branches > MOST or period == 1:
         raise ChoiceError(
             f"component {name!r} is out of range: trees have 1 to {MOST} branches, and cycles at "
             "least 2 positions"
         )
     if period:
-        return Planar(spec, width, stream, _harmonics(width, period), period)
+        return Planar(spec, width, number, _harmonics(width, period), period)
     if branches > 1 and canonical:
         raise ChoiceError(
             "the generators of a tree do not commute, so they have no canonical form; set "
             "--ape-generator exponential"
         )
     if branches > 1:
-        return Tree(spec, width, stream, branches)
+        return Tree(spec, width, number, branches)
     if canonical:
-        return Planar(spec, width, stream, _start_angles(spec, width, stream))
-    return Sequence(spec, width, stream)
+        return Planar(spec, width, number, _start_angles(spec, width, number))
+    return Sequence(spec, width, number)
 
 
 # --- starts ------------------------------------------------------------------------------------
+
+
+def _stream(number: int) -> str:
+    """Return the name of the random stream of the component with this number."""
+    return f"ape-{number}"
 
 
 def _bands(spec: EncodingSpec, width: int) -> Tensor:
@@ -466,18 +472,18 @@ def _bands(spec: EncodingSpec, width: int) -> Tensor:
     return -theta[torch.arange(len(theta), device="cpu") // 2 * 2]
 
 
-def _start(spec: EncodingSpec, width: int, shape: tuple[int, ...], stream: int) -> Tensor:
+def _start(spec: EncodingSpec, width: int, shape: tuple[int, ...], number: int) -> Tensor:
     """Return the start of generators, (*shape, d, d), by ``ape_init``."""
     if spec.options.of(APEOptions).ape_init == "identity":
-        return _normal(spec, shape, width, stream)
+        return _normal(spec, shape, width, number)
     return generator_of(_bands(spec, width), width).expand(*shape, -1, -1)
 
 
-def _start_angles(spec: EncodingSpec, width: int, stream: int) -> Tensor:
+def _start_angles(spec: EncodingSpec, width: int, number: int) -> Tensor:
     """Return the start of the canonical theta, by ``ape_init``, (1 or H, d // 2)."""
     if spec.options.of(APEOptions).ape_init == "rope":
         return _bands(spec, width).unsqueeze(0)
-    generator = spec.generator(stream + 20)  # apart from the streams of the planes
+    generator = spec.generator(f"ape-angles-{number}")
     shape = spec.num_heads, width // 2
     return START_STD * torch.randn(shape, generator=generator, device="cpu").double()
 
@@ -488,10 +494,10 @@ def _harmonics(width: int, period: int) -> Tensor:
     return (2 * math.pi / period * (1 + number % (period // 2))).unsqueeze(0)
 
 
-def _normal(spec: EncodingSpec, shape: tuple[int, ...], width: int, stream: int) -> Tensor:
+def _normal(spec: EncodingSpec, shape: tuple[int, ...], width: int, number: int) -> Tensor:
     """Return skew-symmetric matrices with entries from N(0, 0.02^2), (*shape, d, d)."""
     size = *shape, width * (width - 1) // 2
-    draw = torch.randn(size, generator=spec.generator(stream), device="cpu").double()
+    draw = torch.randn(size, generator=spec.generator(_stream(number)), device="cpu").double()
     return skew_of_triangle(START_STD * draw, width)
 
 

@@ -115,6 +115,9 @@ class Encoding(Float32Module):
     content_scale: float = 1.0
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""
+    feature_factors: tuple[float, ...] | None = None
+    """Factors of the encoded features of a query, D' of them, in softmax attention; None: all 1.
+    They are those of the products q_j k_j of a score, beside :attr:`content_scale`."""
     has_states: bool = False
     """True if queries and keys are rotated by per-token states, which each layer of a stack but the
     last updates; see :class:`~lrpe_fairseq.encodings.tape.TAPE`."""
@@ -125,6 +128,9 @@ class Encoding(Float32Module):
     """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with
     normalizer "rotated" then divides by the clamp: results are finite in float32 and bfloat16, but
     float16 gradients overflow. Use normalizer "layernorm" or "content" instead."""
+
+    streams: tuple[str, ...] = ()
+    """Names of its random streams whose numbers a part of the layer may have, too."""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()

@@ -44,7 +44,8 @@ class CAPE(ScoreEncoding):
 
     z is the scaled score and b the bias of another encoding, :attr:`base_class`. W1 (w, 2H) and
     W2 (H, w) with w = ``width`` belong to the layer and are initialized like ``nn.Linear``. The
-    parameters of the bias also belong to the layer, as in the authors' code.
+    parameters of the bias also belong to the layer, as in the authors' code. Unlike there, those of
+    KERPLE are not decayed, as in its own code (docs/fidelity.md).
 
     Computed in float32 or wider, in blocks of queries: a hidden activation has w / H times the size
     of the scores. A result that float16 cannot represent becomes its largest number.
@@ -62,7 +63,7 @@ class CAPE(ScoreEncoding):
         heads = spec.num_heads
         self.base = self.base_class(spec)
         self.base.shared = False
-        generator = spec.generator(stream=23)
+        generator = spec.generator("cape")
         self.inner = linear(2 * heads, width, generator)
         self.outer = linear(width, heads, generator)
 

@@ -185,7 +185,7 @@ class Permutation(nn.Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        draw = torch.randperm(spec.head_dim, generator=spec.generator(stream=2), device="cpu")
+        draw = torch.randperm(spec.head_dim, generator=spec.generator("permutation"), device="cpu")
         self.register_buffer("permutation", draw)
         self.cycles = CyclicPowers()
 

@@ -63,7 +63,7 @@ class DeBERTa(ScoreEncoding):
         self.distance = self.options.deberta_distance
         if self.distance < 1:
             raise ChoiceError(f"deberta_distance must be at least 1, got {self.distance}")
-        generator = spec.generator(stream=32)
+        generator = spec.generator("deberta")
         width = spec.num_heads * spec.head_dim
         draw = torch.randn(2 * self.distance, width, generator=generator, device="cpu")
         self.table = nn.Parameter(0.02 * draw)

@@ -74,7 +74,7 @@ class FIRE(LagBias):
         self.c = nn.Parameter(torch.full((1,), 0.1, dtype=torch.float32))
         self.threshold_factor = nn.Parameter(torch.ones(1, dtype=torch.float32))
         widths = [1, *[width] * layers, spec.num_heads]
-        generator = spec.generator(stream=22)
+        generator = spec.generator("fire")
         *hidden, last = [linear(a, b, generator) for a, b in pairwise(widths)]
         between = [part for layer in hidden for part in (layer, nn.ReLU())]
         self.f = nn.Sequential(*between, last)

@@ -127,7 +127,7 @@ def _draw(spec: EncodingSpec, count: int, sigma: float) -> Tensor:
     """Return the coefficients a and b, (2, H, M, M) float32, of input i and output j."""
     if sigma < 0:
         raise ChoiceError(f"sigma of fope cannot be negative, got {sigma}")
-    generator, shape = spec.generator(stream=22), (2, spec.num_heads, count, count)
+    generator, shape = spec.generator("fope"), (2, spec.num_heads, count, count)
     noise = torch.randn(shape, generator=generator, device="cpu")
     deviation = sigma * math.sqrt(2 / (count * (count + spec.num_heads)))
     return torch.eye(count, device="cpu") + noise * deviation

@@ -71,6 +71,17 @@ class GridEncoding(QueryKeyEncoding):
         return [*self.children()]
 
     @property
+    def feature_factors(self) -> tuple[float, ...] | None:
+        """The factors of the features of :attr:`parts`, which are alike in all of them."""
+        each = [part.feature_factors for part in self.parts]
+        return None if None in each else sum(each, ())
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of the random streams of :attr:`parts`."""
+        return self.parts[0].streams
+
+    @property
     def feature_dim(self) -> int:
         """The sum of the widths of :attr:`parts`."""
         return sum(part.feature_dim for part in self.parts)

@@ -28,7 +28,7 @@ class Kerple(LagBias):
 
     shared = True
     without_absolute = True
-    stream: ClassVar[int]
+    stream: ClassVar[str]
     """The stream of the spec's generator."""
     largest: ClassVar[tuple[float, float]]
     """Upper ends of the uniform distributions that r1 and r2 start from."""
@@ -64,7 +64,7 @@ class KerpleLog(Kerple):
     See :class:`Kerple`.
     """
 
-    stream, largest = 20, (2.0, 1.0)
+    stream, largest = "kerple-log", (2.0, 1.0)
     card = Card(
         mechanism="bias",
         equation=r"b_{st} = -r_1 \log(1 + r_2 |n|), \quad r_1, r_2 > 0 \text{ per head}",
@@ -85,7 +85,7 @@ class KerplePower(Kerple):
     r2 = 1 is ALiBi with learned slopes. See :class:`Kerple`.
     """
 
-    stream, largest, largest_r2 = 21, (1.0, 2.0), 2.0
+    stream, largest, largest_r2 = "kerple-power", (1.0, 2.0), 2.0
     card = Card(
         mechanism="bias",
         equation=r"b_{st} = -r_1 |n|^{r_2}, \quad r_1 > 0, \; 0 < r_2 \le 2 \text{ per head}",

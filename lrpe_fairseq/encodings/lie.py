@@ -4,7 +4,9 @@ A_a = -A_a^T is a learned generator for axis a, block diagonal with blocks of wi
 the coordinate on that axis. On a line there is one axis, the position. A grid of R rows and W
 columns (``--grid-height``, ``--grid-width``) has the axes row and column. As in the authors' codes,
 a coordinate is a fraction of its own axis: row / (R - 1) and column / (W - 1) in LieRE, row / R and
-column / W in ComRoPE.
+column / W in ComRoPE. R and W are those of the training, which a checkpoint contains: on another
+grid cells at one offset have the rotation that was trained for it. (The authors' codes take R and W
+of the grid that is read, which changes all rotations.)
 
 Axes: B batch, H heads, T time, D head width, N axes, J blocks, b width of a block, G = H J,
 K vectors that share the positions, M positions.
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import bands, rotate_both
@@ -53,7 +55,8 @@ class BlockRotation(QueryKeyEncoding):
 
     b = min(``rotation_block``, D // ``least_blocks``). The last D mod b features are unchanged, as
     the last feature of RoPE for an odd D. A subclass defines ``turned``, which rotates x
-    (G, K, M, b) at positions of any shape with M entries.
+    (G, K, M, b) at positions of any shape with M entries. The buffer ``grid`` has the rows and
+    columns of the grid in training.
     Raises: ChoiceError unless b is at least 2.
     """
 
@@ -83,6 +86,11 @@ class BlockRotation(QueryKeyEncoding):
             )
         self.blocks = spec.head_dim // self.block
         self.spectrum = Spectrum()
+        if self.axes == 2:
+            given = spec.options
+            trained = given.grid_height or given.grid_width, given.grid_width
+            self.register_buffer("grid", torch.tensor(trained, device="cpu"))
+            self.register_load_state_dict_pre_hook(_of_this_grid)
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -114,16 +122,12 @@ class BlockRotation(QueryKeyEncoding):
 
     def coordinates(self, positions: Tensor) -> Tensor:
         """Return p of every position, float64 (M, N); see the docstring of this file."""
-        positions, grid = positions.flatten(), self.spec.options
-        if not grid.grid_width:
+        positions = positions.flatten()
+        if self.axes == 1:
             return positions.unsqueeze(-1).double()
-        sizes = grid.grid_height or grid.grid_width, grid.grid_width
-        axes = rows_and_columns(positions, grid.grid_width)
-        scaled = [
-            axis.double() / max(size - self.last_at_one, 1)
-            for axis, size in zip(axes, sizes, strict=True)
-        ]
-        return torch.stack(scaled, dim=-1)
+        axes = rows_and_columns(positions, self.spec.options.grid_width)
+        sizes = (self.grid - int(self.last_at_one)).clamp_min(1)
+        return torch.stack(axes, dim=-1).double() / sizes
 
 
 class LieRE(BlockRotation):
@@ -155,7 +159,7 @@ class LieRE(BlockRotation):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        size, generator = self.block * (self.block - 1) // 2, spec.generator(stream=31)
+        size, generator = self.block * (self.block - 1) // 2, spec.generator("liere")
         shape = self.axes, spec.num_heads, self.blocks, size
         if self.axes == 1:
             start = line_start(spec.num_heads, self.blocks, self.block)[..., *triangle(self.block)]
@@ -196,7 +200,7 @@ class ComRoPE(BlockRotation):
         super().__init__(spec, least_blocks)
         self.properties = Properties(shift_unit=spec.options.grid_width or 1)
         shape = spec.num_heads, self.blocks, self.block, self.block
-        draw = torch.randn(shape, generator=spec.generator(stream=32), device="cpu")
+        draw = torch.randn(shape, generator=spec.generator("comrope"), device="cpu")
         if self.axes == 1:
             draw = NOISE / math.sqrt(2) * draw + line_start(*shape[:3])  # A has twice its variance
         self.p = undecayed(draw)
@@ -259,7 +263,7 @@ class ComRoPELD(ComRoPE):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
         shape = self.axes, self.blocks
-        draw = torch.randn(shape, generator=spec.generator(stream=33), device="cpu")
+        draw = torch.randn(shape, generator=spec.generator("comrope-axes"), device="cpu")
         self.theta = undecayed(torch.ones(shape, device="cpu") if self.axes == 1 else draw)
 
     def amounts(self, coordinates: Tensor) -> Tensor:
@@ -269,6 +273,11 @@ class ComRoPELD(ComRoPE):
     def rates(self, theta: Tensor) -> Tensor:
         """Return the angles of A times those of the blocks."""
         return theta * self.theta[0].double().unsqueeze(-1)
+
+
+def _of_this_grid(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    """Give a checkpoint that is too old to contain its grid the one of this module."""
+    state.setdefault(f"{prefix}grid", module.grid)
 
 
 # --- generators --------------------------------------------------------------------------------

@@ -51,9 +51,21 @@ class LRPE(QueryKeyEncoding):
             self.card = _card(self.projection, self.core)
         self.turns = not isinstance(self.core, Permutation)
         self.scales = self.core.scales
-        self.content_scale = spec.options.of(RotationOptions).score_factor
+        self.content_scale, self.feature_factors = self._factors()
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
+
+    def _factors(self) -> tuple[float, tuple[float, ...] | None]:
+        """Return the factor of scores under context scaling, and of features if not all turn.
+
+        As in the authors' code, which multiplies cos and sin, the factor is that of the features
+        that are encoded: with ``rotation_fraction`` p below 1 the first p D of every plane.
+        """
+        rotations, width = self.spec.options.of(RotationOptions), self.spec.head_dim
+        factor, turned = rotations.score_factor, rotations.turned(width)
+        if factor == 1 or rotations.rotation_fraction == 1:
+            return factor, None
+        return 1.0, ((factor,) * turned + (1.0,) * (width - turned)) * self._planes
 
     def summary(self) -> str:
         """Return the names of P and Lambda, joined by " x ", for a member of the family."""

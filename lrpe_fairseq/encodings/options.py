@@ -1,6 +1,7 @@
 """The argument of every encoding's constructor: widths, seed, and the options of single methods."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -92,6 +93,40 @@ def _check_grid(grid_width: int, position_grid: str, grid_height: int) -> None:
         )
 
 
+NUMBERS = {
+    "householder": 1,
+    "permutation": 2,
+    "permuteformer": 3,
+    "t5": 4,
+    "transformer-xl": 5,
+    "spe-code": 6,
+    "spe-gate": 7,
+    "forget-gate": 8,
+    "kerple-log": 20,
+    "kerple-power": 21,
+    "rope-2d-mixed": 21,
+    "fire": 22,
+    "fope": 22,
+    "cape": 23,
+    "selective": 30,
+    "liere": 31,
+    "shaw": 31,
+    "comrope": 32,
+    "deberta": 32,
+    "comrope-axes": 33,
+    "output-gate": 41,
+    "kv-shift": 42,
+    "path": 43,
+    "tape": 50,
+    **{f"ape-{number}": 41 + number for number in range(20)},
+    **{f"ape-angles-{number}": 61 + number for number in range(20)},
+}
+"""Numbers of random streams. A new stream needs none: these have one because models started from
+them before streams were derived from names, and keep their start. Two streams of one number must
+not be in one layer, or one of them is drawn ``beside`` the other (:meth:`EncodingSpec.generator`).
+"""
+
+
 @dataclass(frozen=True)
 class EncodingSpec:
     """The argument of every encoding's constructor.
@@ -116,9 +151,19 @@ class EncodingSpec:
                 f"head_dim and num_heads must be positive, got {self.head_dim} and {self.num_heads}"
             )
 
-    def generator(self, stream: int = 0) -> torch.Generator:
-        """Return a CPU generator for this encoding; each ``stream`` is independent."""
-        return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + stream)
+    def generator(self, stream: str = "", beside: Collection[str] = ()) -> torch.Generator:
+        """Return a CPU generator for this encoding; streams of different names are independent.
+
+        stream: its name. A name of :data:`NUMBERS` has the stream of this number, unless one of
+            the names ``beside`` has the number, too; any other stream follows from seed and name.
+        beside: names of streams that belong to the same layer.
+        """
+        number = NUMBERS.get(stream)
+        taken = [NUMBERS.get(other) for other in beside if other != stream]
+        if number is not None and number not in taken:
+            return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + number)
+        digest = hashlib.blake2b(f"{self.seed} {stream}".encode(), digest_size=7).digest()
+        return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big"))
 
 
 def query_scale(spec: EncodingSpec) -> float:

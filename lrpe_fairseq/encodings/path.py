@@ -33,12 +33,14 @@ class Reflections(nn.Module):
 
     W_1 (32, C), W_2 (C, 32), the causal filter (3, C) and b (H, C) start from N(0, 0.02^2), drawn
     with the spec's generator, and c (H,) from ``bias``.
+
+    beside: the names of the encoding's random streams.
     """
 
-    def __init__(self, spec: EncodingSpec, bias: float) -> None:
+    def __init__(self, spec: EncodingSpec, bias: float, beside: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
-        draw = partial(drawn, spec.generator(stream=43))
+        draw = partial(drawn, spec.generator("path", beside))
         self.down, self.up, self.filter = draw(RANK, width), draw(width, RANK), draw(TAPS, width)
         self.weight = draw(self.heads, width)
         self.bias = nn.Parameter(torch.full((self.heads,), float(bias), device="cpu"))
@@ -115,7 +117,8 @@ def path(spec: EncodingSpec, inner: Callable[[EncodingSpec], QueryKeyEncoding]) 
 def add_reflections(encoding: Encoding) -> None:
     """Add reflections to an encoding."""
     spec = encoding.spec
-    encoding.reflections = Reflections(spec, spec.options.of(PathOptions).path_bias)
+    bias = spec.options.of(PathOptions).path_bias
+    encoding.reflections = Reflections(spec, bias, encoding.streams)
     encoding.causal_only = encoding.denominator_vanishes = True
     encoding.properties = replace(encoding.properties, contextual=True, reach=TAPS - 1)
     encoding.card = CARD

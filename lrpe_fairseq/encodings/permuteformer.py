@@ -99,7 +99,9 @@ def log_ratios(heads: int) -> tuple[float, ...]:
 
 def _draw(spec: EncodingSpec, shared: bool) -> Tensor:
     """Return the permutations (H, D), one of all heads if ``shared``."""
-    generator = torch.Generator().manual_seed(PUBLISHED_SEED) if shared else spec.generator(3)
+    generator = (
+        torch.Generator().manual_seed(PUBLISHED_SEED) if shared else spec.generator("permuteformer")
+    )
     draws = [
         torch.randperm(spec.head_dim, generator=generator, device="cpu")
         for _ in range(1 if shared else spec.num_heads)

@@ -136,7 +136,7 @@ def reflect(x: Tensor, unit: Tensor) -> Tensor:
 
 def _householder_vector(spec: EncodingSpec) -> Tensor:
     """Draw v (D,) from N(0, I)."""
-    return torch.randn(spec.head_dim, generator=spec.generator(stream=1), device="cpu")
+    return torch.randn(spec.head_dim, generator=spec.generator("householder"), device="cpu")
 
 
 PROJECTIONS = {

@@ -125,7 +125,9 @@ class MixedRotation(nn.Module):
         super().__init__()
         self.grid_width = spec.options.grid_width
         magnitude = bands(_of_axis(spec.head_dim), MIXED_BASE)
-        draw = torch.rand(spec.num_heads, 1, generator=spec.generator(stream=21), device="cpu")
+        draw = torch.rand(
+            spec.num_heads, 1, generator=spec.generator("rope-2d-mixed"), device="cpu"
+        )
         direction = draw.double() * (2 * math.pi)
         halves = [direction, direction + math.pi / 2]
         self.row = undecayed(torch.cat([magnitude * d.sin() for d in halves], -1).float())

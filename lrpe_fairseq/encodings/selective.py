@@ -47,7 +47,7 @@ class Increments(nn.Module):
         super().__init__()
         self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
         self.options = spec.options.of(SelectiveOptions)
-        draw = partial(torch.rand, generator=spec.generator(stream=30), device="cpu")
+        draw = partial(torch.rand, generator=spec.generator("selective"), device="cpu")
         zeros = partial(torch.zeros, device="cpu")
         # no nn.Linear: fairseq's BERT models would initialize it again
         self.down = nn.Parameter((2 * draw(RANK, width) - 1) / math.sqrt(width))

@@ -48,7 +48,7 @@ class Shaw(ScoreEncoding):
             raise ChoiceError(f"shaw_distance cannot be negative, got {self.distance}")
         rows = self.distance + 1 if spec.causal else 2 * self.distance + 1
         table = torch.empty(rows, spec.head_dim, device="cpu")
-        nn.init.xavier_uniform_(table, generator=spec.generator(stream=31))
+        nn.init.xavier_uniform_(table, generator=spec.generator("shaw"))
         self.table = nn.Parameter(table)
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class SineCode(nn.Module):
         super().__init__()
         one = "spe-one-sine" in spec.options.fidelity
         sines = 1 if one else spec.options.of(SPEOptions).spe_sines
-        generator = spec.generator(stream=6)
+        generator = spec.generator("spe-code")
         shape = (spec.num_heads, spec.head_dim, sines)
         frequency, offset, gain = torch.randn(3, *shape, generator=generator, device="cpu")
         self.frequency = undecayed(frequency - 4.0)
@@ -60,8 +60,8 @@ class SineCode(nn.Module):
         self.drawn: Tensor | None = None
 
     def draw(self) -> None:
-        """Draw the noise of the next forward pass in training from torch's global generator."""
-        self.drawn = torch.randn_like(self.noise)
+        """Draw the noise of the next forward pass in training; see :func:`noise_like`."""
+        self.drawn = noise_like(self.noise)
 
     def forward(
         self, q_positions: Tensor, k_positions: Tensor, fixed: bool
@@ -122,8 +122,10 @@ class SPE(QueryKeyEncoding):
     times these, and its softmax compensates for the factor.
 
     The noise is common to the batch and to q and k of one call. In training each forward pass draws
-    new noise. Evaluation uses fixed noise, a function of the position, so that decoding token by
-    token gives the same features as the parallel form. It is saved in the checkpoint.
+    new noise, and each process of a group its own (:func:`noise_like`), so that a training in N
+    processes equals one in a single process in distribution only. Evaluation uses fixed noise, a
+    function of the position, so that decoding token by token gives the same features as the
+    parallel form. It is saved in the checkpoint.
 
     A code takes H T D R numbers of memory, independently of the batch size; also for positions
     (B, T) if all rows have the same positions in any order (padding).
@@ -183,7 +185,7 @@ class SPE(QueryKeyEncoding):
         self.code = SineCode(spec, self.realizations)
         self.gate = None
         if options.spe_gated:
-            generator, shape = spec.generator(stream=7), (spec.num_heads, spec.head_dim)
+            generator, shape = spec.generator("spe-gate"), (spec.num_heads, spec.head_dim)
             self.gate = nn.Parameter(torch.randn(shape, generator=generator, device="cpu"))
             eps = torch.randn(*shape, self.realizations, generator=generator, device="cpu")
             self.register_buffer("gate_noise", eps)
@@ -243,7 +245,7 @@ class SPE(QueryKeyEncoding):
         """Return sqrt(1-g) (H, 1, D) and sqrt(g) eps (H, D, R), or None without gates."""
         if self.gate is None:
             return None
-        eps = self.gate_noise if fixed else torch.randn_like(self.gate_noise)
+        eps = self.gate_noise if fixed else noise_like(self.gate_noise)
         gate = torch.sigmoid(self.gate)
         return (1.0 - gate).sqrt().unsqueeze(1), gate.sqrt().unsqueeze(-1) * eps
 
@@ -260,6 +262,22 @@ class SPE(QueryKeyEncoding):
         keep, constant = (scale * part for part in through)
         coded = filter_features(x * keep.to(x.dtype), code.to(x.dtype), rows)
         return coded + x @ constant.to(x.dtype)
+
+
+def noise_like(x: Tensor) -> Tensor:
+    """Return N(0, 1) in the shape of x from torch's global generator, other noise in every process.
+
+    fairseq seeds the global generators of all processes alike at every update. So only the first
+    process draws from them, as one alone does. Every other process seeds a generator of its own
+    with a number drawn from them plus its rank, so that a resumed training draws the same again.
+    """
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if group else 0
+    if rank == 0:
+        return torch.randn_like(x)
+    seed = int(torch.randint(2**62, (), device="cpu")) + rank
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
 class Rows(NamedTuple):

@@ -63,7 +63,7 @@ class T5Bias(LagBias):
         self._starts = tuple(bucket_starts(one_way, options.t5_max_distance))
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = 1.0 if "t5-unit-init" in fidelity else (spec.num_heads * spec.head_dim) ** -0.5
-        draw = torch.randn(heads, buckets, generator=spec.generator(stream=4), device="cpu")
+        draw = torch.randn(heads, buckets, generator=spec.generator("t5"), device="cpu")
         self.table = nn.Parameter(std * draw)
 
     def share_with(self, owner: "T5Bias") -> None:

@@ -23,16 +23,21 @@ class StateUpdate(Float32Module):
 
     M (H, H), U (N, H) and N (H, N) mix heads but not features, so that a shift of all positions
     rotates all states alike. M and U start at 0, X (N, C) and N from N(0, 0.02^2).
+
+    With the departure ``tape-diagonal`` M is the diagonal matrix of the sums of the rows of ``mix``
+    (H, H), as in the authors' code. All H entries of a row have one gradient, so Adam moves their
+    sum H times as far as it would a single number.
     """
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        heads, size, generator = spec.num_heads, 4 * spec.num_heads, spec.generator(stream=50)
-        diagonal = DIAGONAL in spec.options.fidelity
-        self.mix = nn.Parameter(torch.zeros(*([heads] if diagonal else [heads, heads])))
+        heads, size, generator = spec.num_heads, 4 * spec.num_heads, spec.generator("tape")
+        self.diagonal = DIAGONAL in spec.options.fidelity
+        self.mix = nn.Parameter(torch.zeros(heads, heads))
         self.up = nn.Parameter(torch.zeros(size, heads))
         self.gate = drawn(generator, size, heads * spec.head_dim)
         self.down = drawn(generator, heads, size)
+        self.register_load_state_dict_pre_hook(_with_rows)
 
     def forward(self, e: Tensor, m: Tensor, y: Tensor) -> Tensor:
         """Return the states after a layer, (B, H, T, D), float32 or wider.
@@ -43,10 +48,17 @@ class StateUpdate(Float32Module):
         wide = torch.promote_types(e.dtype, self.up.dtype)
         with without_autocast(e):
             mix, up, gate, down = (p.to(wide) for p in (self.mix, self.up, self.gate, self.down))
-            mix = torch.diag(mix) if mix.dim() == 1 else mix
+            mix = torch.diag(mix.sum(1)) if self.diagonal else mix
             e = e.to(wide) + _over_heads(mix, m.to(wide))
             gates = F.silu(F.linear(y.to(wide), gate)).transpose(1, 2).unsqueeze(-1)
             return e + _over_heads(down, gates * _over_heads(up, e))
+
+
+def _with_rows(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    """Return the diagonal (H,) that an older checkpoint has under its departure to rows (H, H)."""
+    name = f"{prefix}mix"
+    if name in state and state[name].dim() == 1:
+        state[name] = torch.diag(state[name])
 
 
 def _over_heads(matrix: Tensor, x: Tensor) -> Tensor:
@@ -79,8 +91,9 @@ class TAPE(LRPE):
     departures = {
         DIAGONAL: Departure(
             paper="the states of all heads are mixed by a matrix M (TAPE)",
-            code="the sum of an einsum leaves only M's diagonal: heads are not mixed",
-            ours="M (H, H)",
+            code="an einsum (bqnd,qe->bqnd) multiplies every head by the sum of its row of M: no "
+            "heads are mixed, and Adam moves a sum of H numbers H times as far as one",
+            ours="M (H, H) mixes the heads",
         ),
     }
 

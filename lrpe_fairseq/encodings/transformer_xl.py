@@ -43,7 +43,7 @@ class TransformerXL(ScoreEncoding):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        generator = spec.generator(stream=5)
+        generator = spec.generator("transformer-xl")
         width = spec.num_heads * spec.head_dim
         self.r_proj = key_projection(width, generator, bias=False)
         shape = (spec.num_heads, spec.head_dim)

@@ -215,6 +215,25 @@ def warn_about_other_attention(model: Any, overrides: dict[str, Any]) -> None:
             logger.warning("the model was trained with %s=%s, not %s", name, trained, given)
 
 
+def warn_about_yarn(path: str, cfg: Any, overrides: dict[str, Any] | None) -> None:
+    """Warn if a checkpoint was saved with context scaling "yarn", whose meaning has changed.
+
+    cfg: its configuration, with ``overrides`` (by flat name) applied. An option that they set says
+    nothing about the checkpoint.
+    """
+    for name, saved in _attention(cfg.get("model") or {}).items():
+        overridden = overrides is not None and name.replace(".", "_") in overrides
+        if name.endswith("context_scaling") and saved == RENAMED[0] and not overridden:
+            logger.warning(
+                "%s has %s=yarn, which is the ramp of the authors' code now and was the formula as "
+                "printed: if it was trained with the latter, load it with %s=yarn-printed",
+                *(path, name, name),
+            )
+
+
+RENAMED = "yarn", "yarn-printed"
+"""A context scaling of older checkpoints, and its present name."""
+
 _warn_once = cache(logger.warning)
 
 
@@ -235,7 +254,11 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
         _attention(cfg["model"]) | _image_size(cfg.get("task")) | _learned_positions(cfg)
         for cfg in (before, now)
     )
-    other = [n for n in trained.keys() & wanted.keys() if trained[n] != wanted[n]]
+    other = [
+        n
+        for n in trained.keys() & wanted.keys()
+        if trained[n] != wanted[n] and (trained[n], wanted[n]) != RENAMED
+    ]
     if other:
         had, has = (", ".join(f"{n}={x[n]}" for n in sorted(other)) for x in (trained, wanted))
         refuse(

@@ -11,6 +11,7 @@ from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_fairseq.encodings.lie import BlockRotation
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.image_files import rows_and_columns
 
@@ -146,6 +147,7 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
             state[positions] = _first(state[positions], own)
         return
     own, name = embedder.grid, f"{prefix}embed_tokens.grid"
+    _fit_rotations(encoder, state, prefix)
     if (table := state.get(positions)) is not None:
         first = encoder.embed_positions.padding_idx + 1
         side = math.isqrt(len(table) - first)
@@ -156,6 +158,23 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
             rows = fitted.flatten(1).T.to(table.dtype)
             state[positions] = torch.cat([table[:first], rows])
     state[name] = own
+
+
+def _fit_rotations(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+    """Note the grid of the training for rotations by fractions of it, if ``state`` is too old to.
+
+    It is that of the images, or square if the state is too old for this, too.
+    """
+    trained = state.get(f"{prefix}embed_tokens.grid")
+    table = state.get(f"{prefix}embed_positions.weight")
+    if trained is None and table is not None:
+        side = math.isqrt(len(table) - encoder.embed_positions.padding_idx - 1)
+        trained = encoder.embed_tokens.grid.new_tensor([side, side])
+    if trained is None:
+        return
+    for name, module in encoder.named_modules():
+        if isinstance(module, BlockRotation) and module.axes == 2:
+            state.setdefault(f"{prefix}{name}.grid", trained)
 
 
 def _first(table: Tensor, own: nn.Embedding) -> Tensor:
