@@ -37,6 +37,7 @@ from fairseq import checkpoint_utils, file_utils, trainer, utils
 from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 from fairseq.data import bucket_pad_length_dataset, data_utils
 from fairseq.data.audio import raw_audio_dataset
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.distributed import utils as distributed_utils
@@ -48,7 +49,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.multilingual_language_modeling import MultilingualLanguageModelingTask
 from omegaconf import ListConfig, OmegaConf
 
-from lrpe_fairseq import safe_loading
+from lrpe_fairseq import batch_order, safe_loading
 from lrpe_fairseq.errors import refuse
 
 logger = logging.getLogger(__name__)
@@ -323,6 +324,28 @@ def resume_where_the_data_were_left() -> None:
     _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_batches)
 
 
+def resume_in_the_same_order() -> None:
+    """Read the rest of an epoch, and all later ones, in the order of an uninterrupted training.
+
+    Break: a training that resumes in epoch 2 or later without ``--update-epoch-batch-itr True``
+    makes other batches than the training that was interrupted, skips as many as that had read of
+    its own, and so reads samples twice and leaves others out (``batch_order``).
+    """
+    _replace_method(EpochBatchIterator, "__init__", batch_order.record_epoch)
+    _replace_method(EpochBatchIterator, "state_dict", batch_order.state_of_iterator)
+    _replace_method(trainer.Trainer, "get_train_iterator", batch_order.train_iterator)
+    _replace_method(FairseqTask, "get_batch_iterator", batch_order.batch_iterator)
+
+
+def save_the_state_of_every_process() -> None:
+    """Let a task collect what its processes know before the first of them saves a checkpoint.
+
+    Break: of several processes fairseq asks the task of the first one only for its part of the
+    checkpoint. A task with the method ``before_checkpoint(trainer)`` has it called in all.
+    """
+    replace_once(checkpoint_utils, "save_checkpoint", _save_of_all_processes)
+
+
 def save_what_half_precision_rounds() -> None:
     """Let a training with ``--fp16`` or ``--bf16`` that is resumed equal an uninterrupted one.
 
@@ -394,6 +417,8 @@ FIXES: tuple[Callable[[], None], ...] = (
     measure_training_time_monotonically,
     gather_predictions,
     resume_where_the_data_were_left,
+    resume_in_the_same_order,
+    save_the_state_of_every_process,
     save_what_half_precision_rounds,
     leave_the_process_group,
     silence_deprecations_of_hydra,
@@ -490,6 +515,7 @@ def _batches_in(cfg: Any) -> dict[str, Any]:
     found = {name: task[name] for name in names if task.get(name) is not None}
     several = tuple, list, ListConfig
     return {
+        **batch_order.origin(cfg),
         **{n: str(list(x) if isinstance(x, several) else x) for n, x in found.items()},
         "processes": cfg["distributed_training"]["distributed_world_size"],
         "update_freq": list(cfg["optimization"]["update_freq"]),
@@ -521,6 +547,8 @@ def _load_for_these_batches(
     if before and place.get("iterations_in_epoch") and not first_epoch:
         by_updates = getattr(self.task, "ordered_by_updates", False)
         _convert_place(place, before, _batches_in(self.cfg), by_updates)
+    if place and not first_epoch:
+        batch_order.remember(self, place, before or batch_order.origin(self.cfg))
     return extra_state
 
 
@@ -583,6 +611,13 @@ def _load_or_refuse(original: Callable, *args: Any, **kwargs: Any) -> Any:
             paths = ", ".join(map(str, args[0] if args else kwargs["filenames"]))
             refuse(f"the weights of {paths} do not fit this model: override fewer options")
         raise
+
+
+def _save_of_all_processes(original: Callable, cfg: Any, trainer: Any, *args: Any) -> Any:
+    collect = getattr(trainer.task, "before_checkpoint", None)
+    if collect is not None and not cfg.no_save:
+        collect(trainer)
+    return original(cfg, trainer, *args)
 
 
 def _state_with_masters(original: Callable, self: Any) -> dict:
