@@ -34,6 +34,9 @@ from lrpe_fairseq.kernels import encode, encode_cpu, loader
 class LRPE(QueryKeyEncoding):
     """q~_s = Lambda^(s) P q_s, k~_t = Lambda^(t) P k_t (Eq. 76), shared by all heads.
 
+    Trap: a rotation turns pairs of features, so the last feature of a head of odd width does not
+    turn. The constructor warns of it.
+
     Args:
         projection: a name of :data:`PROJECTIONS`.
         core: a name of :data:`CORES`, or a module like those of ``cores``.
