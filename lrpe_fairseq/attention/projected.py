@@ -6,7 +6,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
+from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.forms import OnePass, Planes
@@ -35,6 +36,9 @@ class ProjectedAttention(nn.Module):
 
     The arguments and errors are those of :class:`.multihead.MultiheadAttention`.
     """
+
+    kind: ClassVar[str]
+    """What a state is of, for the errors of ``states.check_owner``."""
 
     def __init__(
         self,
@@ -77,7 +81,8 @@ class ProjectedAttention(nn.Module):
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
         self.norm = nn.LayerNorm(embed_dim) if use_norm else None
-        self._add_parts(parse_parts(parts))
+        self.parts = parse_parts(parts)
+        self._add_parts(self.parts)
         self.update: nn.Module | None = None
         """What a layer adds to the states of the encoding; see ``MultiheadAttention.advance``."""
         self._read: list[Tensor] = []  # the states, and their means by the weights
@@ -100,6 +105,12 @@ class ProjectedAttention(nn.Module):
         gate, shift = (name in parts for name in ("output-gate", "kv-shift"))
         self.out_gate = Gate(self.encoding, width, "output-gate") if gate else None
         self.kv_shift = KVShift(self.encoding) if shift else None
+
+    @property
+    def owner(self) -> Owner:
+        """What the states of this module belong to."""
+        own = self.kind, self.attention_type, self.normalizer
+        return Owner(*own, self.encoding.name, self.encoding.spec, self.window, self.parts)
 
     # --- fairseq's interface -------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 ``core(planes, core.at(...))`` applies Lambda^(s) to the last axis of every plane (..., T, D).
 """
 
+import warnings
 from functools import partial
 from typing import ClassVar
 
@@ -30,12 +31,16 @@ from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
 BASE = 10000.0
 """Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
 
+UNTURNED = r",\ \text{and of an odd } D \text{ the last feature does not turn}"
+"""What a rotation of pairs leaves, in LaTeX."""
+
 
 class Rotation(nn.Module):
     """Lambda^(s) rotates the pair (2i, 2i+1) by s alpha_i, alpha_i = 10000^(-2i/e) (Eq. 24).
 
-    e is the largest even number up to d. If d is odd, the last feature is unchanged (q = 1 in
-    Eq. 24). Angles are in radians. ``RotationOptions`` changes base, e and angles.
+    e is the largest even number up to d. If d is odd, the last feature does not turn (q = 1 in
+    Eq. 24), so that its part of a score has no position; the constructor warns of it. Angles are in
+    radians. ``RotationOptions`` changes base, e and angles.
 
     Args: theta: other frequencies than those of :meth:`frequencies`.
     """
@@ -44,7 +49,10 @@ class Rotation(nn.Module):
     scales: ClassVar[str] = "angles"
     """What context scaling changes, in words; see ``Encoding.scales``."""
 
-    latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \alpha_i),\ \alpha_i = 10000^{-2i/D}"
+    latex = (
+        r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \alpha_i),\ \alpha_i = 10000^{-2i/D}"
+        rf"{UNTURNED}"
+    )
 
     def __init__(self, spec: EncodingSpec, theta: Tensor | None = None) -> None:
         super().__init__()
@@ -58,7 +66,15 @@ class Rotation(nn.Module):
         """
         if spec.head_dim < 2:
             raise ChoiceError(f"a rotation needs a head width of at least 2, got {spec.head_dim}")
-        return self.bands(self.options.turned(spec.head_dim))
+        width = self.options.turned(spec.head_dim)
+        if width % 2:
+            warnings.warn(
+                f"a rotation turns pairs of features, so that the last of the {width} features of "
+                "each head does not turn and its part of a score has no position; choose an even "
+                "head width",
+                stacklevel=2,
+            )
+        return self.bands(width)
 
     def bands(self, width: int) -> Tensor:
         """Return :func:`bands` with the base that the user chose, or that of the method."""
@@ -103,7 +119,10 @@ class Rotation(nn.Module):
 class LearnedRotation(Rotation):
     """The rotation with learned frequencies, initialized to those of :class:`Rotation`."""
 
-    latex = r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \theta_i),\ \theta \text{ learned}"
+    latex = (
+        r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \theta_i),\ \theta \text{ learned}"
+        rf"{UNTURNED}"
+    )
     scales = "learned angles"
 
     def register_frequencies(self, theta: Tensor) -> None:

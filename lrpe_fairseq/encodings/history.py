@@ -35,6 +35,8 @@ def history(
         starts = None if starts is None else starts.take_along_dim(order.squeeze(-1), 1)
     batch, length, width = x.shape
     tail = x.new_zeros(batch, count, width) if tail is None else tail
+    if not length:
+        return [x] * count, tail
     every = torch.cat([tail, x], 1)
     past = [every[:, count - j : count - j + length] for j in range(1, count + 1)]
     real = length if padding is None else (~padding).sum(1, keepdim=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding
+from lrpe_fairseq.encodings.companions import REAL, check_companion
 from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
 from lrpe_fairseq.encodings.forms import Fold, OnePass, Planes
 from lrpe_fairseq.encodings.options import EncodingSpec
@@ -32,6 +33,9 @@ from lrpe_fairseq.kernels import encode, encode_cpu, loader
 
 class LRPE(QueryKeyEncoding):
     """q~_s = Lambda^(s) P q_s, k~_t = Lambda^(t) P k_t (Eq. 76), shared by all heads.
+
+    Trap: a rotation turns pairs of features, so the last feature of a head of odd width does not
+    turn. The constructor warns of it.
 
     Args:
         projection: a name of :data:`PROJECTIONS`.
@@ -151,9 +155,12 @@ class LRPE(QueryKeyEncoding):
         return of_q, of_q if same else self.core.at(positions[1], dtype)
 
     def _check(self, positions: Tensor, x: Tensor) -> Tensor:
-        """Return positions after :func:`check_positions`, and places as they are."""
-        placed = self.increments is not None and positions.dim() == 4
-        return positions if placed else check_positions(positions, x)
+        """Return positions after :func:`check_positions`, or places of x (B, ..., T, D)."""
+        if self.increments is None or getattr(positions, "ndim", 0) != 4:
+            return check_positions(positions, x)
+        shape = x.shape[0], self.spec.num_heads, x.shape[-2]
+        shapes = (*shape, self.core.angles.shape[-1]), (*shape, 1)
+        return check_companion("places", positions, REAL, "(B, H, T, E or 1)", shapes, x)
 
     def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
         turned = self.core(tuple(x.to(wide) for x in planes), at)

@@ -11,26 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.encodings.companions import POSITIONS, check_companion
 from lrpe_fairseq.kernels.dispatch import is_transformed
 
 Lags = tuple[int, int]
 """The smallest and the largest lag s - t of a call."""
 
 
-def check_positions(positions: Tensor, x: Tensor) -> Tensor:
-    """Return ``positions`` if it is int64 of shape (T,) or (B, T) for x (B, ..., T, D).
+def check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Tensor:
+    """Return ``positions`` if it is int64 (T,) or (B, T), on the device of x (B, ..., T, D).
 
     Floating-point positions are refused because float32 cannot represent all integers above 2^24.
     Other shapes, such as (T, 2), are refused because they would broadcast as a batch.
     Raises: ValueError for these.
     """
     batch, length = x.shape[0], x.shape[-2]
-    if positions.dtype != torch.int64 or positions.shape not in ((length,), (batch, length)):
-        raise ValueError(
-            f"positions must be an int64 tensor of shape (T,) or (B, T), here ({length},) or "
-            f"({batch}, {length}), got {positions.dtype} of shape {tuple(positions.shape)}"
-        )
-    return positions
+    shapes = (length,), (batch, length)
+    return check_companion(name, positions, POSITIONS, "(T,) or (B, T)", shapes, x)
 
 
 def exact_type(device: torch.device) -> torch.dtype:

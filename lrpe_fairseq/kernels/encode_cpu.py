@@ -49,9 +49,12 @@ def encode(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
         p: the unit vector (D,) of a reflection, the Fourier matrix [Re, Im] (D, 2D), or None.
         at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the remaining features are unchanged.
             For a permutation its indices, int64, which broadcast to x.
-    Raises: ValueError if the width of ``p`` or ``at`` is wrong: C++ would read out of bounds.
+    Raises: ValueError if the width or device of ``p`` or ``at`` is wrong: C++ would read out of
+        bounds.
     """
     width = x.shape[-1]
+    if any(y is not None and y.device != x.device for y in (p, at)):
+        raise ValueError(f"x is on {x.device}, but P or Lambda is not")
     turned = width if form.permutes else at.shape[-1] * (1 if form.wide else 2)
     if turned > width or (form.wide and turned != width):
         raise ValueError(f"x has {width} features, but Lambda is for {turned} features")

@@ -41,8 +41,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
 
     They are on one Ampere or newer GPU, or on a CPU in Triton's interpreter; q, k and v are not
     float64; keys have at most 256 features, in float32 128, and values 128. Never under
-    ``sdpa_kernel(MATH)``, as the kernels have no second derivatives, nor with Triton 3.2, which
-    lacks ``gather``.
+    ``sdpa_kernel(MATH)``, as the kernels have no second derivatives, nor with a Triton without
+    ``gather``. ``loader.triton_kernels`` refuses all that do not compile them.
     """
     given = (q, k, v, *(x for x in others if x is not None))
     sdp = torch.backends.cuda
