@@ -34,7 +34,9 @@ class RotationOptions:
         choices=SCALINGS,
     )
     context_factor: float = option(1.0, "context scaling: f, at least 1")
-    context_length: int = option(0, "context scaling yarn: L, the tokens of a text in training")
+    context_length: int = option(
+        0, "context scaling yarn, and --angle-floor: L, the tokens of a text in training"
+    )
 
     def __post_init__(self) -> None:
         if self.rotation_base != 0 and not self.rotation_base > 1:
