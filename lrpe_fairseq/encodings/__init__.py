@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
 from lrpe_fairseq.encodings.alibi import ALiBi
+from lrpe_fairseq.encodings.angles import AngleOptions
 from lrpe_fairseq.encodings.base import Encoding
 from lrpe_fairseq.encodings.base import QueryKeyEncoding as QueryKeyEncoding
 from lrpe_fairseq.encodings.base import ScoreEncoding as ScoreEncoding
 from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
 from lrpe_fairseq.encodings.cope import CoPE
+from lrpe_fairseq.encodings.cores import CORES
 from lrpe_fairseq.encodings.cosformer import CosFormer
 from lrpe_fairseq.encodings.deberta import DeBERTa
 from lrpe_fairseq.encodings.fire import FIRE
@@ -24,11 +26,12 @@ from lrpe_fairseq.encodings.fox import FoX, can_be_gated, gated
 from lrpe_fairseq.encodings.grid import GridEncoding
 from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
-from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
+from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.path import Path, can_be_carried, path
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.projections import PROJECTIONS
 from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
 from lrpe_fairseq.encodings.sandwich import Sandwich
 from lrpe_fairseq.encodings.scaling import RotationOptions
@@ -256,11 +259,20 @@ def has_rotations(name: str) -> bool:
     return bool(build_encoding(name, 8, 1, causal=True).scales)
 
 
+@cache
+def angles_of(name: str) -> str:
+    """Return "fixed" or "learned" if the encoding ``name`` takes ``AngleOptions``, else "".
+
+    Raises: ChoiceError if it is unknown.
+    """
+    return build_encoding(name, 8, 1, causal=True).angles
+
+
 def options_of_encodings() -> dict[str, Field]:
     """Return the options of all encodings as {name: field}: of ENCODINGS in order, then others."""
     found: dict[str, Field] = {}
     kinds = [encoding_class(name).Options for name in ENCODINGS]
-    for kind in dict.fromkeys([*kinds, RotationOptions, SelectiveOptions]):
+    for kind in dict.fromkeys([*kinds, RotationOptions, AngleOptions, SelectiveOptions]):
         for own in fields(kind):
             if own.name in found or not own.metadata.get("help"):
                 raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
@@ -284,8 +296,8 @@ def build_encoding(
         head_dim, num_heads, causal, seed: see :class:`EncodingSpec`.
         options: options of individual methods; those of other methods are ignored.
     Raises: ChoiceError for an unknown name (listing the names), an unknown option, options of
-        rotations for a method without them, a width or a grid that the method does not support, or
-        a causal method without ``causal``.
+        rotations or of angles for a method without them, a width or a grid that the method does not
+        support, or a causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
@@ -301,6 +313,11 @@ def build_encoding(
     spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
     flat = options.position_grid == "flat"
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
+    if not encoding.angles and options.of(AngleOptions) != AngleOptions():
+        raise ChoiceError(
+            f"position encoding {name!r} does not support --angle-floor and --angle-parameter: "
+            "leave them out, or choose rope or an LRPE type with rotations"
+        )
     if not encoding.scales and options.of(RotationOptions) != RotationOptions():
         raise ChoiceError(
             f"position encoding {name!r} does not support --context-scaling, --rotation-base and "

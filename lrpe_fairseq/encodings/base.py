@@ -112,6 +112,8 @@ class Encoding(Float32Module):
     scales: str = ""
     """What ``--context-scaling`` changes, in words for the gallery; empty if the encoding has no
     rotations and refuses ``scaling.RotationOptions``."""
+    angles: str = ""
+    """"fixed" or "learned" for an encoding that takes ``angles.AngleOptions``; else empty."""
     content_scale: float = 1.0
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_fairseq.encodings.angles import AngleFloor, AngleOptions, Logarithmic, floor_of
 from lrpe_fairseq.encodings.forms import Planes
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.parameters import undecayed
@@ -42,10 +43,14 @@ class Rotation(nn.Module):
     Eq. 24), so that its part of a score has no position; the constructor warns of it. Angles are in
     radians. ``RotationOptions`` changes base, e and angles.
 
-    Args: theta: other frequencies than those of :meth:`frequencies`.
+    Args:
+        theta: other frequencies than those of :meth:`frequencies`.
+        floored: True if ``AngleOptions`` is read, as for a core of :data:`CORES`.
     """
 
     base: ClassVar[float] = BASE
+    angle_kind: ClassVar[str] = "fixed"
+    """"fixed" or "learned" angles; empty for a core without angles."""
     scales: ClassVar[str] = "angles"
     """What context scaling changes, in words; see ``Encoding.scales``."""
 
@@ -54,10 +59,14 @@ class Rotation(nn.Module):
         rf"{UNTURNED}"
     )
 
-    def __init__(self, spec: EncodingSpec, theta: Tensor | None = None) -> None:
+    def __init__(
+        self, spec: EncodingSpec, theta: Tensor | None = None, floored: bool = False
+    ) -> None:
         super().__init__()
         self.options, self.width = spec.options.of(RotationOptions), spec.head_dim
-        self.register_frequencies(self.frequencies(spec) if theta is None else theta)
+        theta = self.frequencies(spec) if theta is None else theta
+        self.floor: AngleFloor | None = floor_of(spec, theta) if floored else None
+        self.register_frequencies(theta)
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
         """Return the frequencies without context scaling, (E,) float64, radians per token.
@@ -83,12 +92,20 @@ class Rotation(nn.Module):
     @property
     def angles(self) -> Tensor:
         """The angles per token after context scaling, (E,)."""
-        return scaled(self.theta, self.options)
+        return scaled(self.unscaled, self.options)
+
+    @property
+    def unscaled(self) -> Tensor:
+        """The angles per token before context scaling, (E,), with the floor."""
+        return self.theta
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Store fixed frequencies; casting or broadcasting a buffer would change them."""
         self.theta = theta
         self.cache = PositionCache()
+        if self.floor is not None:
+            self.theta_without_floor, self.theta = theta, self.floor(theta)
+            self.register_load_state_dict_post_hook(_apply_loaded_floor)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex.
@@ -124,10 +141,16 @@ class LearnedRotation(Rotation):
         rf"{UNTURNED}"
     )
     scales = "learned angles"
+    angle_kind = "learned"
+
+    @property
+    def unscaled(self) -> Tensor:
+        """The learned angles, (E,); those that a floor fixes at 0 have no gradient."""
+        return self.theta if self.floor is None else self.floor.still(self.theta)
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
-        self.theta = undecayed(theta.float())
+        self.theta = undecayed((theta if self.floor is None else self.floor(theta)).float())
         self.cache = None
 
     def in_kernel(self, device: torch.device) -> encode.Angles:
@@ -188,9 +211,24 @@ class LearnedUnitary(Unitary):
 
     latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \theta_j},\ \theta \text{ learned}"
     scales = "learned angles"
+    angle_kind = "learned"
 
+    unscaled = LearnedRotation.unscaled
     register_frequencies = LearnedRotation.register_frequencies
     in_kernel = LearnedRotation.in_kernel
+
+
+class LogRotation(Logarithmic, LearnedRotation):
+    """:class:`LearnedRotation` with ``--angle-parameter log``."""
+
+
+class LogUnitary(Logarithmic, LearnedUnitary):
+    """:class:`LearnedUnitary` with ``--angle-parameter log``."""
+
+
+def _apply_loaded_floor(core: Rotation, keys: object) -> None:
+    """Apply the floor that was loaded from a checkpoint to fixed angles."""
+    core.theta = core.floor(core.theta_without_floor)
 
 
 class Permutation(nn.Module):
@@ -201,6 +239,7 @@ class Permutation(nn.Module):
 
     latex = r"\Lambda^{(s)} = \text{permutation } \pi^s"
     scales = ""
+    angle_kind = ""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
@@ -327,3 +366,29 @@ CORES = {
     "permutation": Permutation,
 }
 """Lambda by name: the cores of the free form ``lrpe:<P>:<Lambda>``."""
+
+LOGARITHMIC = {LearnedRotation: LogRotation, LearnedUnitary: LogUnitary}
+"""The cores with learned angles -> those that learn the logarithms."""
+
+
+def build_core(name: str, spec: EncodingSpec) -> nn.Module:
+    """Build the core ``name`` of :data:`CORES` with ``AngleOptions``.
+
+    Raises: ChoiceError for a floor or logarithms of angles that the core does not have.
+    """
+    kind, given = CORES[name], spec.options.of(AngleOptions)
+    if given == AngleOptions():
+        return kind(spec)
+    if not issubclass(kind, Rotation):
+        raise ChoiceError(
+            f"Lambda {name!r} has no angles: leave out --angle-floor and --angle-parameter, or "
+            "choose rope or an LRPE type with rotations"
+        )
+    if given.angle_parameter == "log":
+        if kind not in LOGARITHMIC:
+            raise ChoiceError(
+                f"Lambda {name!r} has fixed angles: leave out --angle-parameter log, or choose "
+                "lrpe-type2, lrpe-type3, lrpe-type6 or lrpe-tmlr-type1"
+            )
+        kind = LOGARITHMIC[kind]
+    return kind(spec, floored=True)

@@ -14,7 +14,7 @@ from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.errors import ChoiceError
 
 INNER = (
-    *("card", "before_feature_map", "content_scale", "denominator_vanishes"),
+    *("angles", "card", "before_feature_map", "content_scale", "denominator_vanishes"),
     *("scales", "turns", "without_absolute"),
 )
 """Fields of a :class:`GridEncoding` that are those of its parts."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding
 from lrpe_fairseq.encodings.companions import REAL, check_companion
-from lrpe_fairseq.encodings.cores import CORES, Permutation, Rotation, Unitary
+from lrpe_fairseq.encodings.cores import Permutation, Rotation, Unitary, build_core
 from lrpe_fairseq.encodings.forms import Fold, OnePass, Planes
 from lrpe_fairseq.encodings.options import EncodingSpec
 from lrpe_fairseq.encodings.positions import check_positions
@@ -39,7 +39,7 @@ class LRPE(QueryKeyEncoding):
 
     Args:
         projection: a name of :data:`PROJECTIONS`.
-        core: a name of :data:`CORES`, or a module like those of ``cores``.
+        core: a name of ``cores.CORES``, or a module like those of ``cores``.
     Raises: ChoiceError for a head width that the core does not support.
     """
 
@@ -49,7 +49,8 @@ class LRPE(QueryKeyEncoding):
         super().__init__(spec)
         self._parts = (projection, core) if isinstance(core, str) else ()
         self.projection = PROJECTIONS[projection](spec)
-        self.core = CORES[core](spec) if isinstance(core, str) else core
+        self.core = build_core(core, spec) if isinstance(core, str) else core
+        self.angles = self.core.angle_kind if isinstance(core, str) else ""
         self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
         if type(self).card is None:  # a subclass has its own
             self.card = _card(self.projection, self.core)

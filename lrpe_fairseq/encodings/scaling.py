@@ -44,7 +44,9 @@ class RotationOptions:
     )
     context_factor: float = option(1.0, "context scaling: f, at least 1")
     context_length: int = option(
-        0, "context scaling yarn and yarn-printed: L, the tokens of a text in training"
+        0,
+        "context scaling yarn and yarn-printed, and --angle-floor: L, the tokens of a text in "
+        "training",
     )
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from lrpe_fairseq.models.options import (
     keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
+    tokens_per_sample,
 )
 from lrpe_fairseq.models.patches import fit_positions
 
@@ -100,11 +101,16 @@ class LRPERobertaModel(BooleanFlags, RobertaModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPERobertaModel":
-        """Build from a configuration; ``max_positions`` defaults to that of the task, or 512."""
+        """Build from a configuration.
+
+        ``max_positions`` defaults to that of the task, or 512, and a floor of angles reads the
+        ``tokens_per_sample`` of the task.
+        """
         refuse_unrelated_processes()
         if args.max_positions is None:
             args.max_positions = task.max_positions() or 512
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
+        options.tokens_per_sample = tokens_per_sample(getattr(task, "cfg", None))
         with one_sentence_errors():
             check_sizes({"--encoder-layers": options.encoder_layers})
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
