@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.options import LONGEST, option
 from lrpe_fairseq.encodings.positions import exact_type
 from lrpe_fairseq.errors import ChoiceError
 
@@ -22,10 +22,13 @@ class RotationOptions:
     """
 
     rotation_base: float = option(
-        0.0, "rotations: base of the fixed or initial angles; 0: 10000, for rope-2d 100"
+        0.0, "rotations: base of the fixed or initial angles; 0: 10000, for rope-2d 100", above=1
     )
     rotation_fraction: float = option(
-        1.0, "rotations: p; only the first p D features of a head are encoded, an even number"
+        1.0,
+        "rotations: p; only the first p D features of a head are encoded, an even number",
+        above=0,
+        most=1,
     )
     context_scaling: str = option(
         "none",
@@ -33,23 +36,22 @@ class RotationOptions:
         "(slow angles more) or yarn (those of fewer than 32 turns in training)",
         choices=SCALINGS,
     )
-    context_factor: float = option(1.0, "context scaling: f, at least 1")
-    context_length: int = option(0, "context scaling yarn: L, the tokens of a text in training")
+    context_factor: float = option(1.0, "context scaling: f, at least 1", least=1)
+    context_length: int = option(
+        0, "context scaling yarn: L, the tokens of a text in training", least=1, most=LONGEST
+    )
 
     def __post_init__(self) -> None:
-        if self.rotation_base != 0 and not self.rotation_base > 1:
-            raise ChoiceError(f"--rotation-base must be above 1, not {self.rotation_base:g}")
-        if not 0 < self.rotation_fraction <= 1:
-            raise ChoiceError(
-                f"--rotation-fraction must be above 0 and at most 1, not {self.rotation_fraction:g}"
-            )
-        if not 1 <= self.context_factor < math.inf:
-            raise ChoiceError(f"--context-factor must be at least 1, not {self.context_factor:g}")
         if self.context_scaling == "none" and self.context_factor != 1:
             raise ChoiceError("--context-factor needs --context-scaling linear, ntk or yarn")
         if self.context_scaling == "yarn" and self.context_length < 1:
             raise ChoiceError(
                 "--context-scaling yarn needs --context-length, the tokens of a text in training"
+            )
+        if self.context_scaling == "none" and self.context_length:
+            raise ChoiceError(
+                f"--context-length {self.context_length} needs --context-scaling yarn: choose a "
+                "scaling, or leave --context-length out"
             )
 
     def turned(self, head_dim: int) -> int:
