@@ -5,6 +5,7 @@ raise ChoiceError with one sentence.
 """
 
 import logging
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import Encoding, options_of_encodings
+from lrpe_fairseq.encodings import Encoding, options_of_encodings, options_read_by
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.patterns import over_layers, values
 
@@ -83,20 +84,35 @@ def check_node_positions(model: nn.Module, task: Any) -> None:
             )
 
 
+STOCK = {
+    "attention_type": "softmax",
+    "position_encoding": "none",
+    "attention_window": "0",
+    "attention_parts": "none",
+}
+"""The options of cross-attention that is fairseq's own."""
+
+
 def is_stock_cross(options: Any, layer: int) -> bool:
     """True if the options of cross-attention ask for fairseq's own. None stands for defaults."""
-    names = ("attention_type", "position_encoding", "attention_window")
     if options is None:
         return True
-    found = [over_layers(getattr(options, name, "0"), layer + 1)[layer] for name in names]
-    parts = getattr(options, "attention_parts", "none")
-    return found == ["softmax", "none", "0"] and parts == "none"
+    given = {name: getattr(options, name, usual) for name, usual in STOCK.items()}
+    parts = given.pop("attention_parts")
+    found = {name: over_layers(value, layer + 1)[layer] for name, value in given.items()}
+    return {**found, "attention_parts": parts} == STOCK
+
+
+def has_stock_cross(cfg: Any) -> bool:
+    """True if cross-attention is fairseq's own in every layer of ``lrpe_transformer``."""
+    options = getattr(cfg, "cross", None)
+    return all(is_stock_cross(options, layer) for layer in range(cfg.decoder.layers))
 
 
 def check_cross_attention(cfg: Any, task: Any) -> None:
     """Refuse options of a cross-attention that does not exist, or that has no weights to train."""
     options, layers = getattr(cfg, "cross", None), cfg.decoder.layers
-    if all(is_stock_cross(options, layer) for layer in range(layers)):
+    if has_stock_cross(cfg):
         return
     if cfg.no_cross_attention:
         raise ChoiceError(
@@ -215,6 +231,32 @@ def warn_about_other_attention(model: Any, overrides: dict[str, Any]) -> None:
             logger.warning("the model was trained with %s=%s, not %s", name, trained, given)
 
 
+def warn_about_unread(options: Any) -> None:
+    """Warn once about options of methods that no layer of a stack has."""
+    for name, value in unread_options(options).items():
+        _warn_once(
+            f"{name}={value} is ignored: no layer has a position encoding that reads it, only "
+            f"{options.position_encoding}"
+        )
+
+
+def unread_options(options: Any) -> dict[str, Any]:
+    """Return the options of encodings that differ from their defaults and that no layer reads.
+
+    options: those of attention in one stack. Raises: ChoiceError for an unknown encoding.
+    """
+    read = frozenset().union(*map(options_read_by, values(options.position_encoding)))
+    known = options_of_encodings().items()
+    given = {name: getattr(options, name, own.default) for name, own in known if name not in read}
+    defaults = {name: own.default for name, own in known}
+    return {name: value for name, value in given.items() if _plain(value) != defaults[name]}
+
+
+def _plain(value: Any) -> Any:
+    """Return the text of a choice, and any other value as it is."""
+    return str(value) if isinstance(value, Enum) else value
+
+
 _warn_once = cache(logger.warning)
 
 
@@ -227,12 +269,12 @@ OF_ATTENTION = (
 
 def check_resumed(path: str, before: Any, now: Any) -> None:
     """Refuse to resume a training with another encoding, attention, memory, document boundary,
-    size of images or number of learned positions.
+    size of images or number of learned positions. Options that nothing reads may differ.
 
     before, now: the configurations of the checkpoint and of this training.
     """
     trained, wanted = (
-        _attention(cfg["model"]) | _image_size(cfg.get("task")) | _learned_positions(cfg)
+        _read(_attention(cfg["model"])) | _image_size(cfg.get("task")) | _learned_positions(cfg)
         for cfg in (before, now)
     )
     other = [n for n in trained.keys() & wanted.keys() if trained[n] != wanted[n]]
@@ -242,6 +284,19 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
             f"{path} was trained with {had}; this training has {has}: choose another --save-dir, "
             "or if the weights fit, start from them with --finetune-from-model"
         )
+
+
+def _read(found: dict[str, str]) -> dict[str, str]:
+    """Return the options of :func:`_attention` that a part of the model reads."""
+    own, kept = options_of_encodings(), {}
+    stock = {**STOCK, **{n: found[f"cross.{n}"] for n in STOCK if f"cross.{n}" in found}} == STOCK
+    for name, value in found.items():
+        section, _, last = name.rpartition(".")
+        names = values(found.get(f"{section}.position_encoding".removeprefix("."), "none"))
+        unread = last in own and all(last not in options_read_by(name) for name in names)
+        if not unread and not (stock and section == "cross" and last not in STOCK):
+            kept[name] = value
+    return kept
 
 
 def check_unfinished(path: str, state: dict[str, Any], now: Any) -> None:
