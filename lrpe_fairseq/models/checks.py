@@ -7,13 +7,21 @@ raise ChoiceError with one sentence.
 import logging
 from enum import Enum
 from functools import cache
+from numbers import Real
 from typing import Any
 
 from omegaconf import OmegaConf
 from torch import nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import Encoding, options_of_encodings, options_read_by
+from lrpe_fairseq.encodings import (
+    LONGEST,
+    Encoding,
+    check_number,
+    options_of_encodings,
+    options_read_by,
+)
+from lrpe_fairseq.encodings.options import flag_of
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.patterns import over_layers, values
 
@@ -30,7 +38,9 @@ def check_language_model(options: Any) -> None:
     check_xformers(options.decoder_xformers_att_config)
     widths = (options.decoder_embed_dim, options.decoder_ffn_embed_dim)
     check_quantization_blocks(options.quant_noise_pq, options.quant_noise_pq_block_size, *widths)
-    check_sizes({"--decoder-layers": options.decoder_layers})
+    dims = ("embed_dim", "input_dim", "output_dim", "ffn_embed_dim", "attention_heads")
+    check_sizes(options, "decoder_layers", *(f"decoder_{name}" for name in dims))
+    check_sizes(options, "max_target_positions")
     check_probabilities(options)
 
 
@@ -44,9 +54,12 @@ def check_translation(cfg: Any, task: Any) -> None:
     check_cross_attention(cfg, task)
     check_tree_embedding(cfg, task)
     check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
-    check_sizes({f"--{n}-layers": getattr(cfg, n).layers for n in ("encoder", "decoder")})
+    check_sizes(cfg, "max_source_positions", "max_target_positions")
     check_probabilities(cfg)
-    for side in (cfg.encoder, cfg.decoder):
+    for name, side in (("encoder", cfg.encoder), ("decoder", cfg.decoder)):
+        sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
+        check_sizes(side, *sizes, section=name)
+        check_probabilities(side, section=name)
         check_xformers(side.xformers_att_config)
         widths = (side.embed_dim, side.ffn_embed_dim)
         check_quantization_blocks(cfg.quant_noise.pq, cfg.quant_noise.pq_block_size, *widths)
@@ -154,21 +167,36 @@ def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
         )
 
 
-def check_sizes(sizes: dict[str, int]) -> None:
-    """Check that sizes, by the names of their options, are at least 1."""
-    for option, size in sizes.items():
-        if int(size) < 1:
-            raise ChoiceError(f"{option} must be at least 1, not {size}")
+def check_sizes(options: Any, *names: str, section: str = "") -> None:
+    """Check that sizes are at least 1 and at most LONGEST; one that is not set is not checked.
+
+    section: the part of the model, for the names of the options.
+    """
+    for name in names:
+        size = getattr(options, name, None)
+        if size is not None:
+            check_number(_flag(section, name), int(size), least=1, most=LONGEST)
 
 
-def check_probabilities(options: Any) -> None:
-    """A probability of dropout is at least 0 and less than 1."""
-    of_dropout = (f"{part}dropout" for part in ("", "attention_", "activation_", "pooler_"))
-    for name in (*of_dropout, "drop_path"):
+PROBABILITIES = (
+    *("dropout", "attention_dropout", "activation_dropout", "pooler_dropout", "drop_path"),
+    *("layerdrop", "encoder_layerdrop", "decoder_layerdrop"),
+)
+"""Options that are probabilities of dropping something, at least 0 and less than 1."""
+
+
+def check_probabilities(options: Any, section: str = "") -> None:
+    """A probability of dropping something is at least 0 and less than 1."""
+    for name in PROBABILITIES:
         value = float(getattr(options, name, 0) or 0)
         if not 0 <= value < 1:
-            option = name.replace("_", "-")
-            raise ChoiceError(f"--{option} must be at least 0 and less than 1, not {value:g}")
+            raise ChoiceError(
+                f"{_flag(section, name)} must be at least 0 and less than 1, not {value:g}"
+            )
+
+
+def _flag(section: str, name: str) -> str:
+    return flag_of(f"{section}_{name}".removeprefix("_"))
 
 
 def check_xformers(config: str | None) -> None:
@@ -179,6 +207,8 @@ def check_xformers(config: str | None) -> None:
 
 def check_quantization_blocks(probability: float, block: int, *widths: int) -> None:
     """Check that the blocks of columns of quantization noise divide the widths."""
+    check_number("--quant-noise-pq", probability, Real, least=0, most=1)
+    check_number("--quant-noise-pq-block-size", block, least=1, most=LONGEST)
     if probability and any(width % block for width in widths):
         raise ChoiceError(
             f"--quant-noise-pq-block-size {block} must divide the widths of the layers, "

@@ -88,7 +88,7 @@ class Encoder(TransformerEncoderBase):
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
-        check_stack(options, cfg.encoder.layers)
+        check_stack(options, cfg.encoder.layers, "encoder" if options is cfg.encoder else "")
         super().__init__(cfg, dictionary, embed_tokens)
         begin_stack(self, cfg, cfg.encoder.embed_dim)
 
@@ -126,9 +126,9 @@ class Decoder(TransformerDecoderBase):
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
     ) -> None:
         self._options, self._layer_count = options, count()
-        check_stack(options, cfg.decoder.layers)
+        check_stack(options, cfg.decoder.layers, "decoder" if options is cfg.decoder else "")
         if getattr(cfg, "cross", None) is not None:
-            check_stack(cfg.cross, cfg.decoder.layers)
+            check_stack(cfg.cross, cfg.decoder.layers, "cross")
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
         begin_stack(self, cfg, cfg.decoder.embed_dim)
 

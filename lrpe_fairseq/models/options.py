@@ -181,15 +181,16 @@ def at_layer(options: Any, name: str, layer: int) -> str:
     return patterns.over_layers(getattr(options, name, "0"), layer + 1)[layer]
 
 
-def check_stack(options: Any, layers: int) -> None:
+def check_stack(options: Any, layers: int, section: str = "") -> None:
     """Check the options of attention of a stack, and warn of those that no layer reads.
 
     The log says which layers have which values, if a pattern does not divide the stack.
+    section: "encoder", "decoder" or "cross", of ``lrpe_transformer``.
     Raises: ChoiceError for a pattern with more values than layers.
     """
     for name in patterns.OPTIONS:
         pattern = str(getattr(options, name, "0"))
-        patterns.check_length(name, pattern, layers)
+        patterns.check_length(f"{section}_{name}".removeprefix("_"), pattern, layers)
         if layers % len(patterns.values(pattern)):
             option, found = name.replace("_", "-"), patterns.over_layers(pattern, layers)
             logger.info("%s %s of %d layers: %s", option, pattern, layers, ", ".join(found))

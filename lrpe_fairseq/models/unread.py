@@ -15,6 +15,7 @@ from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.encodings.options import LARGEST_SEED, check_option
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import STOCK, has_stock_cross, unread_options
+from lrpe_fairseq.models.patches import OF_PIXELS
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ def reset_unread(config: Any, usual: Mapping[str, Any]) -> None:
     usual: the defaults of the options of attention.
     """
     for section, part, layers in _stacks(config):
-        resets = _of_unbuilt(part, usual) if section == "cross" and has_stock_cross(config) else {}
-        resets = resets or {**_cut_patterns(part, layers), **_impossible(part)}
+        resets = {**_cut_patterns(part, layers), **_impossible(part), **_of_pixels(part)}
+        if section == "cross" and has_stock_cross(config):
+            resets |= _of_unbuilt(part, usual)
         for name, value in resets.items():
             logger.warning(
                 "the checkpoint says %s=%s, which nothing reads: it is read as %s",
@@ -76,6 +78,13 @@ def _impossible(part: Any) -> dict[str, Any]:
     if abs(getattr(part, "encoding_seed", 0)) * 1000 > LARGEST_SEED:  # no generator takes it
         unread["encoding_seed"] = 0
     return unread
+
+
+def _of_pixels(part: Any) -> dict[str, float]:
+    """Return the defaults of the changed options of pixels in a classifier of other inputs."""
+    if str(getattr(part, "input", "pixels")) == "pixels":
+        return {}
+    return {name: usual for name, usual in OF_PIXELS.items() if getattr(part, name) != usual}
 
 
 def _fails(own: Field, value: Any) -> bool:

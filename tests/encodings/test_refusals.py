@@ -8,7 +8,11 @@ from lrpe_fairseq.errors import ChoiceError
 ROTATES = "rotation_block must be at least 2 and the head width at least"
 OPTIONS = [
     ("cope", {"cope_positions": 1}, "--cope-positions must be at least 2 and at most 1,048,576"),
-    ("deberta", {"deberta_distance": 0}, "--deberta-distance must be at least 1 and at most 1,048,576"),
+    (
+        "deberta",
+        {"deberta_distance": 0},
+        "--deberta-distance must be at least 1 and at most 1,048,576",
+    ),
     ("shaw", {"shaw_distance": -1}, "--shaw-distance must be at least 0 and at most 1,048,576"),
     ("t5", {"t5_max_distance": 8}, "largest distance"),
     ("fire", {"fire_length": 0}, "--fire-length must be at least 1 and .*, not 0"),
