@@ -12,7 +12,6 @@ are allowed, and none of them can run code.
 """
 
 import argparse
-import ast
 import atexit
 import functools
 import importlib.util
@@ -51,6 +50,7 @@ from omegaconf import ListConfig, OmegaConf
 
 from lrpe_fairseq import batch_order, safe_loading
 from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.literals import evaluate_literal
 
 logger = logging.getLogger(__name__)
 
@@ -74,27 +74,6 @@ _EVALUATING_MODULES = (
     "fairseq.optim.cpu_adam",
     "fairseq.optim.fused_lamb",
     "fairseq.utils",
-)
-
-# The syntax allowed in the text of an option: literals, containers and arithmetic. Names, calls,
-# attributes and subscripts are excluded, so no function is reachable. Powers are excluded because
-# 9**9**9 does not end.
-_LITERAL_NODES = (
-    ast.Expression,
-    ast.Constant,
-    ast.Tuple,
-    ast.List,
-    ast.Set,
-    ast.Dict,
-    ast.Load,
-    ast.UnaryOp,
-    ast.UAdd,
-    ast.USub,
-    ast.BinOp,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
 )
 
 _DEPRECATED_IN_HYDRA = (
@@ -432,21 +411,6 @@ def apply() -> None:
     """Apply every fix that is needed. A second call does nothing."""
     for fix in FIXES:
         fix()
-
-
-def evaluate_literal(text: str) -> Any:
-    """Return the value of ``text``: literals, containers of literals, and + - * / between them.
-
-    Raises: ValueError for any other expression, such as a name or a call. SyntaxError if it is not
-        an expression. TypeError if it is not a string (``utils.eval_bool`` relies on that).
-    """
-    if not isinstance(text, str):
-        raise TypeError(f"expected text, got {type(text).__name__}")
-    tree = ast.parse(text.strip(), mode="eval")
-    for node in ast.walk(tree):
-        if not isinstance(node, _LITERAL_NODES):
-            raise ValueError(f"not a literal, so not evaluated: {text!r}")
-    return eval(compile(tree, "<option>", "eval"), {"__builtins__": {}})
 
 
 def open_checked_archive(name: str, mode: str = "r") -> tarfile.TarFile:

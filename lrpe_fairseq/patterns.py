@@ -34,6 +34,19 @@ def over_layers(pattern: Any, layers: int) -> list[str]:
     return [found[layer % len(found)] for layer in range(layers)]
 
 
+def check_length(option: str, pattern: Any, layers: int) -> None:
+    """Check that a stack has a layer for every value of a pattern. option: its name.
+
+    Raises: ChoiceError for more values than layers, of which some would be ignored.
+    """
+    count = len(values(pattern))
+    if count > layers:
+        raise ChoiceError(
+            f"--{option.replace('_', '-')} {pattern} has {count} values for a stack of {layers} "
+            f"layer{'s' * (layers != 1)}: leave out the values that no layer has"
+        )
+
+
 def canonical(pattern: Any, name: Callable[[str], str] = str) -> str:
     """Return the shortest pattern with the same values, each replaced by ``name`` of it.
 

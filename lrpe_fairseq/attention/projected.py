@@ -6,6 +6,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 import warnings
 from collections.abc import Callable
 from functools import cache
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
 from lrpe_fairseq.encodings.forms import OnePass, Planes
 from lrpe_fairseq.encodings.networks import as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
@@ -63,6 +64,7 @@ class ProjectedAttention(nn.Module):
             raise ValueError("give the options of an encoding by keyword or as options, not both")
         options = EncodingOptions(**encoding_options) if options is None else options
         _check_choices(embed_dim, num_heads, attention_type, normalizer)
+        _check_dropout(dropout)
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
@@ -324,6 +326,8 @@ def warn_about_compiler() -> None:
 
 
 def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
+    check_number("embed_dim", embed_dim, least=1, most=LONGEST)
+    check_number("num_heads", num_heads)
     if num_heads < 1 or embed_dim % num_heads:
         raise ChoiceError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
     if attention_type not in ATTENTION_TYPES:
@@ -336,6 +340,12 @@ def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normaliz
         )
 
 
+def _check_dropout(dropout: float) -> None:
+    check_number("dropout", dropout, Real)
+    if not 0 <= dropout < 1:
+        raise ChoiceError(f"dropout must be at least 0 and less than 1, not {dropout:g}")
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """True if the module computes W x + b with its own weights and has no hooks."""
     hooks = module._forward_pre_hooks, module._forward_hooks
@@ -346,8 +356,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def checked_window(window: int | None, causal: bool) -> int | None:
     """Return ``window``. Raises: ChoiceError for less than one token, or if not causal."""
-    if window is not None and window < 1:
-        raise ChoiceError(f"an attention window has at least one token, not {window}")
+    if window is not None:
+        check_number("the number of tokens of an attention window", window, least=1, most=LONGEST)
     if window is not None and not causal:
         raise ChoiceError(
             "an attention window needs causal attention: choose none for an encoder or "

@@ -28,7 +28,9 @@ from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
 from lrpe_fairseq.encodings.lrpe import LRPE
 from lrpe_fairseq.encodings.none import NoEncoding
-from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.options import LONGEST as LONGEST
+from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec, OptionsOf, shortened
+from lrpe_fairseq.encodings.options import check_number as check_number
 from lrpe_fairseq.encodings.path import Path, can_be_carried, path
 from lrpe_fairseq.encodings.permuteformer import PermuteFormer
 from lrpe_fairseq.encodings.projections import PROJECTIONS
@@ -157,6 +159,8 @@ def _wrapper(
 
 def constructor_of(name: str) -> Constructor:
     """Return the constructor of ``name``. Raises: ChoiceError, listing the names, if unknown."""
+    if not isinstance(name, str):
+        raise ChoiceError(f"the name of a position encoding is a text, not {name!r}")
     prefix, _, rest = name.partition(":")
     if name in ENCODINGS:
         return ENCODINGS[name]
@@ -164,7 +168,8 @@ def constructor_of(name: str) -> Constructor:
     if constructor is None:
         hint = did_you_mean(name, ENCODINGS)
         raise ChoiceError(
-            f"unknown position encoding {name!r}{hint}{' The' if hint else '; the'} names are "
+            f"unknown position encoding {shortened(name)}{hint}{' The' if hint else '; the'} "
+            "names are "
             f"{', '.join(ENCODINGS)}, "
             + ", ".join(f"or {family.form} {family.rest}" for family in FAMILIES.values())
         )
@@ -201,8 +206,10 @@ def encoding_class(name: str) -> type[Encoding]:
 
 def is_causal_only(name: str) -> bool:
     """True if the encoding ``name`` is defined for causal attention only."""
+    if encoding_class(name).causal_only:
+        return True
     family = FAMILIES.get(name.partition(":")[0])
-    return encoding_class(name).causal_only or (family is not None and family.causal_only)
+    return family is not None and family.causal_only
 
 
 FAMILIES: dict[str, Family] = {
@@ -253,10 +260,41 @@ FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for nam
 """Names of the free forms."""
 
 
+class _ReadOptions(EncodingOptions):
+    """Default options that remember which classes of options are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "kinds", set())
+
+    def of(self, kind: type[OptionsOf]) -> OptionsOf:
+        """Return the options of one method, and remember their class."""
+        self.kinds.add(kind)
+        return super().of(kind)
+
+
 @cache
+def options_read_by(name: str) -> frozenset[str]:
+    """Return the names of the options that the encoding ``name`` reads; others change nothing.
+
+    Raises: ChoiceError if the name is unknown.
+    """
+    options, slices = _ReadOptions(), name.count("+") + 1
+    encoding = build_encoding(name, max(8, 2 * slices), 1, causal=True, options=options)
+    ignored = set() if encoding.scales else {RotationOptions}
+    ignored |= set() if encoding.angles else {AngleOptions}  # every constructor reads both
+    return frozenset(own.name for kind in options.kinds - ignored for own in fields(kind))
+
+
 def has_rotations(name: str) -> bool:
     """True if the encoding ``name`` takes ``RotationOptions``. Raises: ChoiceError if unknown."""
-    return bool(build_encoding(name, 8, 1, causal=True).scales)
+    return "rotation_base" in options_read_by(name)
+
+
+def kinds_of_options() -> list[type]:
+    """Return the classes of options of all encodings: of ENCODINGS in order, then others."""
+    kinds = [encoding_class(name).Options for name in ENCODINGS]
+    return list(dict.fromkeys([*kinds, RotationOptions, AngleOptions, SelectiveOptions]))
 
 
 @cache
@@ -269,10 +307,9 @@ def angles_of(name: str) -> str:
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}: of ENCODINGS in order, then others."""
+    """Return the options of all encodings as {name: field}, in the order of their classes."""
     found: dict[str, Field] = {}
-    kinds = [encoding_class(name).Options for name in ENCODINGS]
-    for kind in dict.fromkeys([*kinds, RotationOptions, AngleOptions, SelectiveOptions]):
+    for kind in kinds_of_options():
         for own in fields(kind):
             if own.name in found or not own.metadata.get("help"):
                 raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
@@ -294,17 +331,15 @@ def build_encoding(
     Args:
         name: a key of :data:`ENCODINGS` or a free form of :data:`FAMILIES`.
         head_dim, num_heads, causal, seed: see :class:`EncodingSpec`.
-        options: options of individual methods; those of other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option, options of
-        rotations or of angles for a method without them, a width or a grid that the method does not
-        support, or a causal method without ``causal``.
+        options: options of individual methods, with checked values; those of other methods are
+            ignored.
+    Raises: ChoiceError for an unknown name (listing the names), options of rotations or of angles
+        for a method without them, a width, a seed or a grid that the method does not support, or a
+        causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
     """
-    known = options_of_encodings()
-    for unknown in sorted(options.values.keys() - known.keys()):
-        raise ChoiceError(f"no encoding has the option {unknown!r}{did_you_mean(unknown, known)}")
     if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "

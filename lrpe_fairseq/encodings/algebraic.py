@@ -21,7 +21,7 @@ from lrpe_fairseq.encodings.cores import bands, phases_by_head, rotate_both, rot
 from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.forms import Fold, Form, Planes
 from lrpe_fairseq.encodings.grid import axes_of
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import LONGEST, EncodingSpec, option, shortened
 from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import Lags, PositionCache, constant
 from lrpe_fairseq.encodings.rotations import (
@@ -42,6 +42,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 START_STD = 0.02  # of the entries of a generator under ``ape_init`` "identity"
 MOST = 256  # branches of a tree
+DIGITS = 20  # of a number, that are read
 COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 FORM = "sequence, treeK or cycleM (K branches, M positions)"
 SOURCE = "[Kogkalidis, Bernardy and Garg (2024)](https://arxiv.org/abs/2312.16045)"
@@ -64,11 +65,13 @@ class APEOptions:
         choices=("exponential", "canonical"),
     )
     ape_learned: bool = option(True, "APE: learn the generators; otherwise they stay as they start")
-    ape_branches: int = option(2, "ape-tree: number k of branches of a node")
+    ape_branches: int = option(2, "ape-tree: number k of branches of a node", least=1, most=MOST)
     ape_decay: float = option(
         1.0,
         "APE: C of the locality factor C^n of the score, n the number of steps between two "
         "positions (0.98 in the published code)",
+        above=0,
+        most=1,
     )
 
 
@@ -142,8 +145,6 @@ class Algebraic(QueryKeyEncoding):
             _component(name, spec, self.width, number) for number, name in enumerate(names)
         )
         decay = self.options.ape_decay
-        if not 0 < decay <= 1:
-            raise ChoiceError(f"ape_decay must be above 0 and at most 1, got {decay}")
         self._decays = decay != 1
         self._on_line = len(names) == 1 and self.components[0].on_line
         self.serves_linear = self._on_line or not self._decays
@@ -436,12 +437,13 @@ def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Compon
     found = COMPONENT.fullmatch(name)
     if found is None:
         raise ChoiceError(f"unknown component {name!r} of an algebraic encoding; choose {FORM}")
-    branches, period = (int(digits or 0) for digits in found.groups())
+    # a number of more digits than the limits is out of range, and Python may not read it
+    branches, period = (int((digits or "0")[:DIGITS]) for digits in found.groups())
     canonical = spec.options.of(APEOptions).ape_generator == "canonical"
-    if branches > MOST or period == 1:
+    if branches > MOST or period == 1 or period > LONGEST:
         raise ChoiceError(
-            f"component {name!r} is out of range: trees have 1 to {MOST} branches, and cycles at "
-            "least 2 positions"
+            f"component {shortened(name)} is out of range: trees have 1 to {MOST} branches, and "
+            f"cycles 2 to {LONGEST:,} positions"
         )
     if period:
         return Planar(spec, width, number, _harmonics(width, period), period)

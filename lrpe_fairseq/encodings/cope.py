@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.base import Card, Properties, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick, seen_keys
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import MOST_ROWS, EncodingSpec, option
 from lrpe_fairseq.encodings.positions import check_positions
-from lrpe_fairseq.errors import ChoiceError
 
 
 class CoPE(ScoreEncoding):
@@ -21,8 +20,6 @@ class CoPE(ScoreEncoding):
     Only visible keys are counted, in the order of the keys in memory; positions are not used.
 
     Trap: where p is an integer (saturated gates, or the limit P - 1) it has no gradient.
-
-    Raises: ChoiceError if ``cope_positions`` is less than 2.
     """
 
     @dataclass(frozen=True)
@@ -30,7 +27,10 @@ class CoPE(ScoreEncoding):
         """Options of CoPE: the size of the table."""
 
         cope_positions: int = option(
-            64, "CoPE: number of positions; larger counts share the last one"
+            64,
+            "CoPE: number of positions; larger counts share the last one",
+            least=2,
+            most=MOST_ROWS,
         )
 
     causal_only = True
@@ -50,8 +50,6 @@ class CoPE(ScoreEncoding):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
         count = self.options.cope_positions
-        if count < 2:
-            raise ChoiceError(f"cope_positions must be at least 2, got {count}")
         self.table = nn.Parameter(torch.zeros(count, spec.head_dim, device="cpu"))
 
     def forward(

@@ -8,8 +8,7 @@ import torch
 from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.cores import Unitary
 from lrpe_fairseq.encodings.lrpe import LRPE
-from lrpe_fairseq.encodings.options import EncodingSpec, option
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.encodings.options import LONGEST, EncodingSpec, option
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,8 @@ class CosFormerOptions:
         4096,
         "cosFormer: M, the distance at which the weight is 0; set it to at least the length of the "
         "longest text, also of those that are only evaluated",
+        least=1,
+        most=LONGEST,
     )
 
 
@@ -39,8 +40,6 @@ class CosFormer(LRPE):
 
     Trap: beyond distance M the score is negative, and the denominator of Eq. 39 can vanish. With M
     much larger than the text all weights are close to 1, as without an encoding.
-
-    Raises: ChoiceError unless M is positive.
     """
 
     Options = CosFormerOptions
@@ -54,8 +53,6 @@ class CosFormer(LRPE):
 
     def __init__(self, spec: EncodingSpec) -> None:
         length = spec.options.of(CosFormerOptions).cosformer_length
-        if length < 1:
-            raise ChoiceError(f"cosformer_length must be positive, got {length}")
         angle = math.pi / (2 * length)
         theta = torch.full((spec.head_dim,), angle, dtype=torch.float64, device="cpu")
         super().__init__(spec, "identity", Unitary(spec, theta))

@@ -9,7 +9,7 @@ from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.forms import ByToken
 from lrpe_fairseq.encodings.networks import Linear, applied, key_projection
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import MOST_ROWS, EncodingSpec, option
 from lrpe_fairseq.encodings.positions import (
     BLOCKS,
     Lags,
@@ -17,7 +17,6 @@ from lrpe_fairseq.encodings.positions import (
     check_positions,
     known_lags,
 )
-from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import may_read_values
 
 
@@ -33,8 +32,6 @@ class DeBERTa(ScoreEncoding):
     projections of DeBERTa V2 and V3 are not part of this method.
 
     Trap: q is already scaled by (3 D)^-0.5, so the term of k_t is scaled here.
-
-    Raises: ChoiceError if ``deberta_distance`` is less than 1.
     """
 
     @dataclass(frozen=True)
@@ -45,6 +42,8 @@ class DeBERTa(ScoreEncoding):
             512,
             "DeBERTa: all distances from this on share one vector; the table has twice as many "
             "rows",
+            least=1,
+            most=MOST_ROWS,
         )
 
     content_scale, shared = 3**-0.5, True
@@ -61,8 +60,6 @@ class DeBERTa(ScoreEncoding):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
         self.distance = self.options.deberta_distance
-        if self.distance < 1:
-            raise ChoiceError(f"deberta_distance must be at least 1, got {self.distance}")
         generator = spec.generator("deberta")
         width = spec.num_heads * spec.head_dim
         draw = torch.randn(2 * self.distance, width, generator=generator, device="cpu")

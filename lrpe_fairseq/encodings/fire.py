@@ -11,7 +11,7 @@ from lrpe_fairseq.encodings.base import Card, Properties
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.forms import LOWEST, Form
 from lrpe_fairseq.encodings.networks import linear
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import LONGEST, EncodingSpec, option
 from lrpe_fairseq.encodings.positions import (
     BLOCKS,
     Lags,
@@ -20,7 +20,6 @@ from lrpe_fairseq.encodings.positions import (
     counted,
     known_range,
 )
-from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import may_read_values
 
 EPS = 1e-6
@@ -42,15 +41,15 @@ class FIRE(LagBias):
 
     Trap: for s > L the bias depends on s as well as on n. It is relative up to L only
     (:attr:`properties`).
-
-    Raises: ChoiceError unless the length is positive.
     """
 
     @dataclass(frozen=True)
     class Options:
         """Options of FIRE: initial threshold, and True for FIRE-S."""
 
-        fire_length: int = option(512, "FIRE: initial threshold L, in tokens")
+        fire_length: int = option(
+            512, "FIRE: initial threshold L, in tokens", least=1, most=LONGEST
+        )
         fire_shared: bool = option(False, "FIRE: one set of parameters in all layers (FIRE-S)")
 
     causal_only = True
@@ -67,8 +66,6 @@ class FIRE(LagBias):
 
     def __init__(self, spec: EncodingSpec, width: int = 32, layers: int = 1) -> None:
         super().__init__(spec)
-        if self.options.fire_length < 1:
-            raise ChoiceError(f"fire_length must be positive, got {self.options.fire_length}")
         self.shared, self.width = self.options.fire_shared, width
         self._last = PositionCache(BLOCKS)
         self.c = nn.Parameter(torch.full((1,), 0.1, dtype=torch.float32))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lrpe_fairseq.encodings.base import Card, Properties
 from lrpe_fairseq.encodings.cores import Rotation
 from lrpe_fairseq.encodings.lrpe import LRPE
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import LONGEST, EncodingSpec, option
 from lrpe_fairseq.encodings.positions import exact_type
 from lrpe_fairseq.encodings.scaling import scaled
 from lrpe_fairseq.errors import ChoiceError
@@ -23,6 +23,8 @@ class FoPEOptions:
         512,
         "FoPE: N; frequencies below 2 pi / N are set to 0. Set it to the length of the training "
         "texts",
+        least=7,
+        most=LONGEST,
     )
 
 

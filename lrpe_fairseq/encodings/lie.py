@@ -23,7 +23,7 @@ from lrpe_fairseq.encodings.base import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.cores import bands, rotate_both
 from lrpe_fairseq.encodings.forms import Fold
 from lrpe_fairseq.encodings.grid import rows_and_columns
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import LONGEST, EncodingSpec, option
 from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import PositionCache
 from lrpe_fairseq.encodings.rotations import (
@@ -65,7 +65,10 @@ class BlockRotation(QueryKeyEncoding):
         """Options of LieRE and ComRoPE."""
 
         rotation_block: int = option(
-            8, "LieRE, ComRoPE: width of the blocks of features that are rotated together"
+            8,
+            "LieRE, ComRoPE: width of the blocks of features that are rotated together",
+            least=2,
+            most=LONGEST,
         )
 
     reads_grid = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.options import LONGEST, option
 from lrpe_fairseq.encodings.positions import exact_type
 from lrpe_fairseq.errors import ChoiceError
 
@@ -30,10 +30,13 @@ class RotationOptions:
     """
 
     rotation_base: float = option(
-        0.0, "rotations: base of the fixed or initial angles; 0: 10000, for rope-2d 100"
+        0.0, "rotations: base of the fixed or initial angles; 0: 10000, for rope-2d 100", above=1
     )
     rotation_fraction: float = option(
-        1.0, "rotations: p; only the first p D features of a head are encoded, an even number"
+        1.0,
+        "rotations: p; only the first p D features of a head are encoded, an even number",
+        above=0,
+        most=1,
     )
     context_scaling: str = option(
         "none",
@@ -42,22 +45,16 @@ class RotationOptions:
         "code) or yarn-printed (the same by the formula of the paper)",
         choices=SCALINGS,
     )
-    context_factor: float = option(1.0, "context scaling: f, at least 1")
+    context_factor: float = option(1.0, "context scaling: f, at least 1", least=1)
     context_length: int = option(
         0,
         "context scaling yarn and yarn-printed, and --angle-floor: L, the tokens of a text in "
         "training",
+        least=1,
+        most=LONGEST,
     )
 
     def __post_init__(self) -> None:
-        if self.rotation_base != 0 and not self.rotation_base > 1:
-            raise ChoiceError(f"--rotation-base must be above 1, not {self.rotation_base:g}")
-        if not 0 < self.rotation_fraction <= 1:
-            raise ChoiceError(
-                f"--rotation-fraction must be above 0 and at most 1, not {self.rotation_fraction:g}"
-            )
-        if not 1 <= self.context_factor < math.inf:
-            raise ChoiceError(f"--context-factor must be at least 1, not {self.context_factor:g}")
         if self.context_scaling == "none" and self.context_factor != 1:
             raise ChoiceError(f"--context-factor needs --context-scaling {', '.join(SCALINGS[1:])}")
         if self.context_scaling in YARN and self.context_length < 1:

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from lrpe_fairseq.encodings.base import Card, ScoreEncoding
 from lrpe_fairseq.encodings.biases import pick
 from lrpe_fairseq.encodings.forms import ByToken
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import MOST_ROWS, EncodingSpec, option
 from lrpe_fairseq.encodings.positions import Lags, check_positions
-from lrpe_fairseq.errors import ChoiceError
 
 
 class Shaw(ScoreEncoding):
@@ -22,15 +21,15 @@ class Shaw(ScoreEncoding):
 
     The paper also adds such vectors to the values. They are left out here, as in LRPE's canonical
     form of this method (Appendix C.1).
-
-    Raises: ChoiceError if ``shaw_distance`` is negative.
     """
 
     @dataclass(frozen=True)
     class Options:
         """Options of Shaw's representations: the largest distance."""
 
-        shaw_distance: int = option(16, "Shaw: all distances from this on share one vector")
+        shaw_distance: int = option(
+            16, "Shaw: all distances from this on share one vector", least=0, most=MOST_ROWS
+        )
 
     card = Card(
         mechanism="content",
@@ -44,8 +43,6 @@ class Shaw(ScoreEncoding):
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
         self.distance = self.options.shaw_distance
-        if self.distance < 0:
-            raise ChoiceError(f"shaw_distance cannot be negative, got {self.distance}")
         rows = self.distance + 1 if spec.causal else 2 * self.distance + 1
         table = torch.empty(rows, spec.head_dim, device="cpu")
         nn.init.xavier_uniform_(table, generator=spec.generator("shaw"))

@@ -21,8 +21,9 @@ from lrpe_fairseq.encodings.departures import Departure
 from lrpe_fairseq.encodings.options import EncodingSpec, option
 from lrpe_fairseq.encodings.parameters import undecayed
 from lrpe_fairseq.encodings.positions import PositionCache, check_positions, counted, known_range
-from lrpe_fairseq.errors import ChoiceError
 
+MOST = 2**16
+"""Sines, and realizations, at most."""
 GATHERED = 2**24
 """Maximum number of gathered code entries if positions have a batch axis (64 MB)."""
 
@@ -31,8 +32,10 @@ GATHERED = 2**24
 class SPEOptions:
     """Options of SPE."""
 
-    spe_realizations: Optional[int] = option(None, "SPE: realizations R (default: the head width)")
-    spe_sines: int = option(10, "SPE: sines per feature")
+    spe_realizations: Optional[int] = option(
+        None, "SPE: realizations R (default: the head width)", least=1, most=MOST
+    )
+    spe_sines: int = option(10, "SPE: sines per feature", least=1, most=MOST)
     spe_gated: bool = option(True, "SPE: learned gates add a position-independent part")
     spe_shared: bool = option(False, "SPE: one code in all layers")
 
@@ -133,8 +136,6 @@ class SPE(QueryKeyEncoding):
     Trap: with ``spe_shared`` the layer that owns the code draws the noise for the later layers, so
     it must run first. Where it may not run, or a layer is computed again, the caller sets
     ``code.drawn`` (``models.layers``).
-
-    Raises: ChoiceError for a count below 1.
     """
 
     Options = SPEOptions
@@ -180,8 +181,6 @@ class SPE(QueryKeyEncoding):
         self.realizations = options.spe_realizations
         if self.realizations is None:
             self.realizations = spec.head_dim
-        if min(self.realizations, options.spe_sines) < 1:
-            raise ChoiceError("spe_realizations and spe_sines must be positive")
         self.code = SineCode(spec, self.realizations)
         self.gate = None
         if options.spe_gated:

@@ -1,5 +1,6 @@
 """T5's relative position bias (Raffel et al., 2020, Section 2.1): one scalar per bucket."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.base import Card
 from lrpe_fairseq.encodings.biases import LagBias
 from lrpe_fairseq.encodings.departures import Departure
-from lrpe_fairseq.encodings.options import EncodingSpec, option
+from lrpe_fairseq.encodings.options import LONGEST, EncodingSpec, option
 from lrpe_fairseq.encodings.positions import constant
 from lrpe_fairseq.errors import ChoiceError
 
@@ -31,7 +32,9 @@ class T5Bias(LagBias):
     class Options:
         """Options of T5: the largest distance, and True if all layers share the table."""
 
-        t5_max_distance: int = option(128, "T5: all distances from this on share the last bucket")
+        t5_max_distance: int = option(
+            128, "T5: all distances from this on share the last bucket", least=2, most=LONGEST
+        )
         t5_shared: bool = option(False, "T5: one table in all layers")
 
     card = Card(
@@ -106,7 +109,9 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
         )
     starts, distance, wide = list(range(1, exact + 1)), exact, buckets - exact
     for step in range(1, wide):  # smallest n with (n/e)^wide >= (max_distance/e)^step
-        while distance**wide * exact**step < max_distance**step * exact**wide:
-            distance += 1
+        bound = max_distance**step * exact**wide
+        distance = bisect_left(
+            range(max_distance), bound, lo=distance, key=lambda n, step=step: n**wide * exact**step
+        )
         starts.append(distance)
     return starts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.attention.tokens import restarted
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.options import LONGEST, check_number, option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model
@@ -171,9 +171,9 @@ class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
             check_language_model(args)
             keep_patterns(args, args.decoder_layers, args.decoder_layers_to_keep)
         layers, args.decoder_layers = args.decoder_layers, 0
-        shell = super().build_model(args, task).decoder
-        args.decoder_layers = args.decoder_layers or layers
         with one_sentence_errors():
+            shell = super().build_model(args, task).decoder
+            args.decoder_layers = args.decoder_layers or layers
             decoder = SegmentDecoder(args, shell.dictionary, shell.embed_tokens)
             share_across_layers(decoder)
         return cls(decoder)
@@ -211,8 +211,7 @@ def _embed_restarted(
 def check_memory(options: Any) -> None:
     """Raise ChoiceError if the options of a model do not allow a memory of earlier segments."""
     length = options.memory_length
-    if length < 0:
-        raise ChoiceError(f"--memory-length {length} is negative")
+    check_number("--memory-length", length, least=0, most=LONGEST)
     if not length:
         return
     if "linear" in over_layers(options.attention_type, options.decoder_layers):

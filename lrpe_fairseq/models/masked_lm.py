@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.models.checks import check_probabilities, check_sizes
+from lrpe_fairseq.models.checks import (
+    check_probabilities,
+    check_quantization_blocks,
+    check_sizes,
+)
 from lrpe_fairseq.models.layers import Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -112,9 +116,16 @@ class LRPERobertaModel(BooleanFlags, RobertaModel):
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         options.tokens_per_sample = tokens_per_sample(getattr(task, "cfg", None))
         with one_sentence_errors():
-            check_sizes({"--encoder-layers": options.encoder_layers})
+            sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
+            check_sizes(options, *(f"encoder_{name}" for name in sizes), "max_positions")
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
+            check_quantization_blocks(
+                options.quant_noise_pq,
+                options.quant_noise_pq_block_size,
+                options.encoder_embed_dim,
+                options.encoder_ffn_embed_dim,
+            )
             return cls(options, MaskedLMEncoder(options, task.source_dictionary))
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:

@@ -34,7 +34,7 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.angles import AngleOptions
-from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
+from lrpe_fairseq.encodings.fidelity import DEPARTURES
 from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
 from lrpe_fairseq.encodings.scaling import YARN, RotationOptions
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
@@ -42,7 +42,9 @@ from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
     warn_about_ignored,
     warn_about_longer_texts,
+    warn_about_unread,
 )
+from lrpe_fairseq.models.unread import reset_unread
 
 IN_TURN = "; several, separated by commas, are those of the layers in turn"
 
@@ -125,7 +127,7 @@ def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
         # yarn needs the length of training even if a longer text is read
         plain["context_length"] = plain["context_length"] or tokens_per_sample(options)
     plain |= _defaults_of_other_layers(options, layer)
-    return EncodingOptions(parse_departures(options.fidelity), **plain)
+    return EncodingOptions(options.fidelity, **plain)
 
 
 def tokens_per_sample(options: Any) -> int:
@@ -205,13 +207,20 @@ def at_layer(options: Any, name: str, layer: int) -> str:
     return patterns.over_layers(getattr(options, name, "0"), layer + 1)[layer]
 
 
-def log_patterns(options: Any, layers: int) -> None:
-    """Say in the log which layers have which values, if a pattern does not divide the stack."""
+def check_stack(options: Any, layers: int, section: str = "") -> None:
+    """Check the options of attention of a stack, and warn of those that no layer reads.
+
+    The log says which layers have which values, if a pattern does not divide the stack.
+    section: "encoder", "decoder" or "cross", of ``lrpe_transformer``.
+    Raises: ChoiceError for a pattern with more values than layers.
+    """
     for name in patterns.OPTIONS:
         pattern = str(getattr(options, name, "0"))
+        patterns.check_length(f"{section}_{name}".removeprefix("_"), pattern, layers)
         if layers % len(patterns.values(pattern)):
             option, found = name.replace("_", "-"), patterns.over_layers(pattern, layers)
             logger.info("%s %s of %d layers: %s", option, pattern, layers, ", ".join(found))
+    warn_about_unread(options)
 
 
 def keep_patterns(options: Any, layers: int, kept: Sequence[int] | str | None) -> None:
@@ -280,14 +289,22 @@ def explain_bad_options() -> None:
         replace_once(module, "merge_with_parent", _merge_or_explain)
 
 
-def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **keywords: Any) -> Any:
+def _merge_or_explain(
+    merge: Callable, config: Any, given: Any, from_checkpoint: bool = False, **keywords: Any
+) -> Any:
+    from_checkpoint = keywords.pop("remove_missing", from_checkpoint)  # fairseq's name of it
+    cls = config if isinstance(config, type) else type(config)
+    ours = cls.__module__.partition(".")[0] == __package__.partition(".")[0]
     try:
-        return merge(config, given, *rest, **keywords)
+        merged = merge(config, given, from_checkpoint, **keywords)
     except OmegaConfBaseException as error:
-        cls = config if isinstance(config, type) else type(config)
-        if cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
+        if not ours:
             raise
         refuse(_explanation(cls, error))
+    if ours and from_checkpoint:
+        with one_sentence_errors():
+            reset_unread(merged, {own.name: own.default for own in fields(AttentionOptions)})
+    return merged
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:

@@ -4,6 +4,7 @@ Axes: B batch, T tokens, C width, N numbers per token.
 """
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.lie import BlockRotation
+from lrpe_fairseq.encodings.options import check_number, flag_of
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.image_files import rows_and_columns
 
 BLACK = 4
 """The id of the symbol ``0``: ids 0 to 3 are fairseq's special symbols."""
 COLORS = 3
+OF_PIXELS = {"pixel_mean": 0.5, "pixel_std": 0.5}
+"""Options of ``--input pixels`` that other inputs do not read, with their defaults."""
 STD = 0.02
 """Of learned absolute positions."""
 
@@ -217,7 +221,11 @@ def check_patches(options: Any, task: Any) -> None:
         raise ChoiceError("--input image and the task lrpe_images need each other")
     if kind == "pixels":
         _check_pixels(options, task.source_dictionary)
-    elif kind == "tokens" and options.patch != 1:
+        return
+    for name, usual in OF_PIXELS.items():
+        if getattr(options, name) != usual:
+            raise ChoiceError(f"{flag_of(name)} is an option of --input pixels: leave it out")
+    if kind == "tokens" and options.patch != 1:
         raise ChoiceError("--patch is an option of --input pixels")
     elif options.channels != 1:
         raise ChoiceError("--channels is an option of --input pixels")
@@ -227,8 +235,8 @@ def _check_pixels(options: Any, dictionary: Any) -> None:
     """Check that symbol v of the dictionary is the number v, and the options of pixels."""
     if options.patch > 1 and not options.grid_width:
         raise ChoiceError("--patch needs --grid-width, the number of patches in a row")
-    if not options.pixel_std > 0:
-        raise ChoiceError(f"--pixel-std must be positive, not {options.pixel_std:g}")
+    check_number("--pixel-mean", options.pixel_mean, Real)
+    check_number("--pixel-std", options.pixel_std, Real, above=0)
     if dictionary.symbols[BLACK:] != [str(value) for value in range(256)]:
         raise ChoiceError(
             "--input pixels needs a dictionary of the symbols 0 to 255 in this order: prepare the "

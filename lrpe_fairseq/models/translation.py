@@ -16,10 +16,15 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.options import flag_of, option
 from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
-from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.models.checks import check_node_positions, check_translation
+from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.models.checks import (
+    STOCK,
+    check_node_positions,
+    check_translation,
+    has_stock_cross,
+)
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
@@ -122,6 +127,7 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         cfg = getattr(cls, "__dataclass").from_namespace(cfg)
         with one_sentence_errors():
             keep_layers(cfg)
+            check_cross_options(cfg)
             check_translation(cfg, task)
             model = super().build_model(cfg, task)
             check_node_positions(model, task)
@@ -204,6 +210,21 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
 @register_model("lrpe_transformer_tiny", dataclass=LRPETransformerTinyConfig)
 class LRPETransformerTiny(LRPETransformer):
     """The tiny preset: ``--arch lrpe_transformer_tiny`` or ``_name: lrpe_transformer_tiny``."""
+
+
+def check_cross_options(cfg: Any) -> None:
+    """Refuse options of cross-attention if it is fairseq's own, which reads none of them."""
+    options = getattr(cfg, "cross", None)
+    if options is None or not has_stock_cross(cfg):
+        return
+    for own in fields(CrossOptions):
+        value = getattr(options, own.name, own.default)
+        if own.name not in STOCK and str(value) != str(own.default):
+            raise ChoiceError(
+                f"{flag_of('cross_' + own.name)} {value} would be ignored by fairseq's own "
+                "cross-attention: leave it out, or choose --cross-position-encoding or "
+                "--cross-attention-type"
+            )
 
 
 def share_tree_embedding(model: TransformerModelBase) -> None:

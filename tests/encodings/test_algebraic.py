@@ -274,7 +274,7 @@ def test_features_that_fill_no_slice_are_unchanged():
     ("components", "options", "message"),
     [
         ("tree2", {"ape_generator": "canonical"}, "have no canonical form"),
-        ("cycle1", {}, "at least 2 positions"),
+        ("cycle1", {}, "cycles 2 to 2,147,483,648 positions"),
         ("tree1000", {}, "1 to 256 branches"),
         ("sequence+sequence+sequence", {"grid_width": 4}, "one row and one column"),
         ("sequence+sequence+sequence+sequence+sequence", {}, "head width of at least 2"),

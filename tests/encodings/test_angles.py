@@ -50,6 +50,8 @@ AT = torch.tensor([0, 1, 2, 127, 128, 5001, 2**31 - 1])
 
 
 def options_of(floor="turn", parameter="plain", length=L, **more):
+    scaled = more.get("context_scaling", "none") != "none"
+    length = length if scaled or floor != "none" else 0  # a length that nothing reads is refused
     return EncodingOptions(
         angle_floor=floor, angle_parameter=parameter, context_length=length, **more
     )

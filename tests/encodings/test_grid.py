@@ -120,7 +120,12 @@ def test_layers_share_the_parameters_of_one_axis():
         ("permuteformer", "axial", {"causal": True}, "its decay counts tokens, not rows"),
         ("rope", "axial", {"width": 7}, "the head width must be even, got 7"),
         ("rope", "axial", {"grid": 0}, "'axial' needs the number of columns .* set --grid-width"),
-        ("rope", "flat", {"grid": -1}, "width and height of a grid cannot be negative"),
+        (
+            "rope",
+            "flat",
+            {"grid": -1},
+            "--grid-width must be at least 0 and .*, not -1",
+        ),
         ("rope", "both", {}, "unknown position grid 'both'; choose one of flat, sum, axial"),
         ("rope", "axial", {"width": 2}, "a rotation needs a head width of at least 2, got 1"),
     ],

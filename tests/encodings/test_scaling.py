@@ -100,7 +100,8 @@ def with_angles(name, angles):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_has_scaled_rotations_or_refuses_in_one_sentence(name):
-    for options in ({"rotation_fraction": 0.5}, {"rotation_base": 500.0}, {"context_length": 9}):
+    scaling = {"context_scaling": "linear", "context_length": 9}
+    for options in ({"rotation_fraction": 0.5}, {"rotation_base": 500.0}, scaling):
         if rotates(name):
             assert encoding_of(name, **options).scales
         else:
@@ -339,6 +340,8 @@ def test_a_base_replaces_that_of_the_method():
         ({"context_scaling": "ntk", "context_factor": 0.5}, "must be at least 1, not 0.5"),
         ({"context_scaling": "yarn", "context_factor": 2.0}, "yarn needs --context-length"),
         ({"context_scaling": "yarn-printed"}, "yarn-printed needs --context-length"),
+        ({"context_length": 9}, "--context-length 9 needs --context-scaling yarn or --angle-floor"),
+        ({"rotation_base": math.inf}, "--rotation-base must be a finite number, not inf"),
         ({"context_scaling": "ntkk"}, "unknown context_scaling 'ntkk'; choose one of none, linear"),
     ],
 )

@@ -50,7 +50,6 @@ def cross_of(model):
     ("options", "kind"),
     [
         ("", Stock),
-        ("--cross-attention-normalizer none --cross-encoding-seed 3", Stock),
         (f"{CROSS} rope", CrossAttention),
         ("--cross-attention-type linear", CrossAttention),
     ],
