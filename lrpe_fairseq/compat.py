@@ -48,7 +48,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.multilingual_language_modeling import MultilingualLanguageModelingTask
 from omegaconf import ListConfig, OmegaConf
 
-from lrpe_fairseq import safe_loading
+from lrpe_fairseq import run_state, safe_loading
 from lrpe_fairseq.errors import refuse
 
 logger = logging.getLogger(__name__)
@@ -379,6 +379,20 @@ def refuse_a_missing_path() -> None:
     replace_once(checkpoint_utils, "load_model_ensemble_and_task", _load_or_refuse)
 
 
+def give_every_run_a_state_of_its_own() -> None:
+    """Let a training in a sweep leave what it leaves alone, and return its best value.
+
+    Break: ``fairseq-hydra-train -m`` trains one model after another in a process, and fairseq keeps
+    the state of a training in module globals. The second model writes no best checkpoint before it
+    is better than the first, may stop early because of it, and its curves in TensorBoard and its
+    ``common.log_file`` go to the first one's. A training returns inf whatever it has reached, so
+    that a sweeper such as Optuna cannot use it. See ``run_state``.
+
+    hydra calls a function of fairseq that also drops the value; ``hydra_plugins`` repairs that.
+    """
+    replace_once(distributed_utils, "call_main", run_state.run)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -399,6 +413,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     silence_deprecations_of_hydra,
     refuse_partial_scores,
     refuse_a_missing_path,
+    give_every_run_a_state_of_its_own,
 )
 
 
