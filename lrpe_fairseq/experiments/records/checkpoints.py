@@ -119,6 +119,13 @@ def seconds(state: dict[str, Any]) -> float:
     return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))
 
 
+def speed(state: dict[str, Any]) -> float | None:
+    """Return training tokens per second since the start of the checkpoint's epoch, if it counts."""
+    meters = {name: values for _, name, _, values in state["extra_state"]["metrics"]["train"]}
+    tokens, seconds = meters["wps"]["n"], meters["wps"]["init"]
+    return round(tokens / seconds, 1) if tokens and seconds else None
+
+
 def options(state: dict[str, Any]) -> dict[str, Any]:
     """Return every option of the training that saved the checkpoint; see :func:`dotted`."""
     sections = {name: state["cfg"].get(name) or {} for name in SECTIONS}
