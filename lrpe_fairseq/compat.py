@@ -385,10 +385,10 @@ def give_every_run_a_state_of_its_own() -> None:
     Break: ``fairseq-hydra-train -m`` trains one model after another in a process, and fairseq keeps
     the state of a training in module globals. The second model writes no best checkpoint before it
     is better than the first, may stop early because of it, and its curves in TensorBoard and its
-    ``common.log_file`` go to the first one's. A training returns inf whatever it has reached, so
-    that a sweeper such as Optuna cannot use it. See ``run_state``.
+    ``common.log_file`` go to the first one's. The value of a training for a sweeper such as Optuna
+    is the mean of all its validations, the first ones included. See ``run_state``.
 
-    hydra calls a function of fairseq that also drops the value; ``hydra_plugins`` repairs that.
+    fairseq's function that hydra calls drops the value, too; ``hydra_plugins`` repairs that.
     """
     replace_once(distributed_utils, "call_main", run_state.run)
 

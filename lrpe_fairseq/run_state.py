@@ -24,7 +24,7 @@ from lrpe_fairseq.kernels import loader
 LOGGERS = ("fairseq_cli.train", progress_bar.__name__)
 """The loggers to which fairseq adds a handler for ``common.log_file``."""
 VALUES = "valid"
-"""The aggregator of metrics that fairseq-hydra-train reads for a sweeper, and nothing fills."""
+"""The aggregator that fairseq-hydra-train reads for a sweeper: means over all validations."""
 SAID_ONCE = ((projected.__name__, "_warn_once"), ("lrpe_fairseq.models.checks", "_warn_once"))
 """Cached functions of this package that log or warn; a cache makes them do so once per text."""
 
@@ -127,6 +127,9 @@ def _has_spawned(options: Any) -> bool:
 
 def _record(value: float, name: str) -> None:
     """Let ``value`` be the metric ``name`` of :data:`VALUES`, and of no other aggregator."""
-    metrics.reset_meters(VALUES)
+    before = metrics.get_meters(VALUES)
+    if before is not None:  # a metric that is computed from others takes no value
+        before.clear()
+        before.priorities.clear()
     with metrics.aggregate(VALUES, new_root=True):
         metrics.log_scalar(name, value)
