@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.multilingual_language_modeling import MultilingualLanguageModelingTask
 from omegaconf import ListConfig, OmegaConf
 
-from lrpe_fairseq import batch_order, safe_loading
+from lrpe_fairseq import batch_order, dictionaries, run_state, safe_loading
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.literals import evaluate_literal
 
@@ -381,6 +381,31 @@ def refuse_a_missing_path() -> None:
     replace_once(checkpoint_utils, "load_model_ensemble_and_task", _load_or_refuse)
 
 
+def give_every_run_a_state_of_its_own() -> None:
+    """Let a training in a sweep leave what it leaves alone, and return its best value.
+
+    Break: ``fairseq-hydra-train -m`` trains one model after another in a process, and fairseq keeps
+    the state of a training in module globals. The second model writes no best checkpoint before it
+    is better than the first, may stop early because of it, and its curves in TensorBoard and its
+    ``common.log_file`` go to the first one's. The value of a training for a sweeper such as Optuna
+    is the mean of all its validations, the first ones included. See ``run_state``.
+
+    fairseq's function that hydra calls drops the value, too; ``hydra_plugins`` repairs that.
+    """
+    replace_once(distributed_utils, "call_main", run_state.run)
+
+
+def record_dictionaries() -> None:
+    """Record in a checkpoint which words its embeddings stand for.
+
+    Break: a checkpoint has the path of its data only. A dictionary that was prepared again in that
+    folder, or another of equal size, is read without a word. The record is a key of its own, which
+    fairseq ignores; ``scripts/eval_lm.sh`` and the like compare it.
+    """
+    _replace_method(trainer.Trainer, "__init__", _start_with_dictionaries)
+    _replace_method(trainer.Trainer, "state_dict", _state_with_dictionaries)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -403,6 +428,8 @@ FIXES: tuple[Callable[[], None], ...] = (
     silence_deprecations_of_hydra,
     refuse_partial_scores,
     refuse_a_missing_path,
+    give_every_run_a_state_of_its_own,
+    record_dictionaries,
 )
 
 
@@ -762,6 +789,16 @@ def _restore_average(
     own = self.model.state_dict()
     versions = {name: own[name] for name in own if "version" in name}
     original(self, versions | dict(state_dict), *rest, **named)
+
+
+def _start_with_dictionaries(original: Callable, self: Any, *rest: Any, **named: Any) -> None:
+    original(self, *rest, **named)
+    data = getattr(self.cfg.task, "data", None)
+    self.dictionaries = dictionaries.checksums(Path(data.split(":")[0])) if data else {}
+
+
+def _state_with_dictionaries(original: Callable, self: Any) -> dict:
+    return {**original(self), dictionaries.KEY: self.dictionaries}
 
 
 # ---- how the fixes test and patch ----

@@ -172,6 +172,11 @@ def test_a_difference_is_in_nats_with_an_interval_over_blocks(caplog):
     assert "over 3 blocks only" in caplog.text
 
 
+def test_a_difference_over_one_block_has_no_interval(caplog):
+    assert scoring.differences(torch.full((6,), 2.0).double(), 1) == {"delta": 2 * math.log(2)}
+    assert "delta has no interval" in caplog.text
+
+
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_documents_are_read_as_if_each_were_the_whole_text(corpus, attention):
     model = model_of(corpus, attention, "rope")

@@ -123,10 +123,13 @@ def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
     defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
     given = {name: getattr(options, name, default) for name, default in defaults.items()}
     plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
-    if plain["angle_floor"] != "none" and plain["context_scaling"] not in YARN:
+    floored = plain["angle_floor"] != "none"
+    if floored and plain["context_scaling"] not in YARN:
         # yarn needs the length of training even if a longer text is read
         plain["context_length"] = plain["context_length"] or tokens_per_sample(options)
     plain |= _defaults_of_other_layers(options, layer)
+    if floored and plain["angle_floor"] == plain["context_scaling"] == "none":
+        plain["context_length"] = 0  # it is that of other layers, and nothing reads it here
     return EncodingOptions(options.fidelity, **plain)
 
 

@@ -417,7 +417,8 @@ def test_a_language_model_has_the_length_of_its_training_blocks():
     assert values_of(**given, context_length=64)["context_length"] == 64
     assert values_of(tokens_per_sample=L)["context_length"] == 0
     yarn = {**given, "context_scaling": "yarn", "context_factor": 2.0}
-    assert values_of(**yarn)["context_length"] == 0  # which yarn refuses
+    with pytest.raises(ChoiceError, match="yarn needs --context-length"):
+        values_of(**yarn)
 
 
 def test_in_a_pattern_the_options_concern_the_layers_with_angles():

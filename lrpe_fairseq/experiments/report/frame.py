@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,10 @@ class Sheet:
             seed: best(own.values(), key=lambda r: r[0]) for seed, own in sorted(found.items())
         }
         return {seed: self.runs[name] for seed, (_, name) in ranked.items()}
+
+
+Wanted = Callable[[Sheet], bool]
+"""True for the groups of runs whose pictures are drawn."""
 
 
 def _value(run: Run, column: Column) -> float | None:

@@ -16,7 +16,7 @@ from scipy import stats
 from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.layout import ANY, Table
 from lrpe_fairseq.experiments.report import frame, markdown, plots, speed
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet
+from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet, Wanted
 
 FOLDER = "results"
 FEWEST = 4
@@ -43,10 +43,10 @@ def pages(root: Path) -> dict[str, str]:
     return found
 
 
-def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """Return path -> function that draws the picture of every group."""
+def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
+    """Return path -> function that draws the picture of every group, or of the wanted ones."""
     results = frame.results(root)
-    every = [(sheet, results.headlines(sheet)) for sheet in results.sheets]
+    every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
     return {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
