@@ -33,7 +33,9 @@ setup(
         *find_packages(include=["lrpe_fairseq", "lrpe_fairseq.*"]),
         *("hydra_plugins", "hydra_plugins.lrpe_options"),  # both, so that hydra finds the second
     ],
-    package_data={"lrpe_fairseq": ["*/*.cpp", "*/*.h", "experiments/report/templates/*.j2"]},
+    package_data={
+        "lrpe_fairseq": ["kernels/*.h", "kernels/*/*.cpp", "experiments/report/templates/*.j2"]
+    },
     install_requires=[
         "torch>=2.6",  # safe checkpoint loading is the default from 2.6 on
         "numpy",

@@ -28,7 +28,7 @@ from lrpe_fairseq.encodings import (
     build_encoding,
     is_causal_only,
 )
-from lrpe_fairseq.encodings.positions import check_positions
+from lrpe_fairseq.encodings.core.positions import check_positions
 from tests.end_to_end.cases import sampled
 from tests.references import assert_near, score_matrix, weight_matrix
 

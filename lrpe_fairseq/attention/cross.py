@@ -25,8 +25,8 @@ from lrpe_fairseq.attention.projected import (
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
 from lrpe_fairseq.attention.states import Owner, check_owner
 from lrpe_fairseq.attention.tokens import Names, Tokens, check_tokens, tokens_after, tokens_of
-from lrpe_fairseq.encodings.companions import REAL, check_companion
-from lrpe_fairseq.encodings.networks import stored
+from lrpe_fairseq.encodings.core.companions import REAL, check_companion
+from lrpe_fairseq.encodings.core.networks import stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 

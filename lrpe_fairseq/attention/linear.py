@@ -18,11 +18,12 @@ from lrpe_fairseq.attention import half
 from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
-from lrpe_fairseq.encodings.companions import FLAGS, PADDING, REAL, check_companion
-from lrpe_fairseq.encodings.forms import Transport
-from lrpe_fairseq.kernels import causal, causal_cpu, loader
-from lrpe_fairseq.kernels.causal import block_decay, decay_matrix, full_definition
+from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_companion
+from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs, without_autocast
+from lrpe_fairseq.kernels.linear import causal, causal_cpu
+from lrpe_fairseq.kernels.linear.causal import block_decay, decay_matrix, full_definition
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
@@ -36,7 +37,7 @@ LOWEST_DECAY = -1000.0
 """Smallest logarithm of a decay: exp(-1000) is 0 in float64, and float32 sums of a block of such
 decays keep three decimals."""
 
-KERNELS = "lrpe_fairseq.kernels.causal_triton"
+KERNELS = "lrpe_fairseq.kernels.linear.causal_triton"
 
 
 class LinearState(NamedTuple):

@@ -32,8 +32,8 @@ from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.states import Owner, check_owner
 from lrpe_fairseq.attention.tokens import Tokens, check_tokens, tokens_after, tokens_of
 from lrpe_fairseq.attention.transport import carried
-from lrpe_fairseq.encodings.companions import NUMBERS, REAL, check_companion
-from lrpe_fairseq.encodings.forms import Transport
+from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
+from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 __all__ = [

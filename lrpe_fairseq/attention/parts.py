@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import EncodingSpec
-from lrpe_fairseq.encodings.base import Encoding
-from lrpe_fairseq.encodings.history import history
-from lrpe_fairseq.encodings.parameters import drawn
+from lrpe_fairseq.encodings.core.history import history
+from lrpe_fairseq.encodings.core.parameters import drawn
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError
 
 PARTS = ("qk-norm", "output-norm", "output-gate", "kv-shift")

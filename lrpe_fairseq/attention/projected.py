@@ -18,14 +18,15 @@ from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
-from lrpe_fairseq.encodings.forms import OnePass, Planes
-from lrpe_fairseq.encodings.networks import as_stored, stored
+from lrpe_fairseq.encodings.core.forms import OnePass, Planes
+from lrpe_fairseq.encodings.core.networks import as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode, loader
+from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs
+from lrpe_fairseq.kernels.encode import encode
 
 ATTENTION_TYPES = ("linear", "softmax")
-KERNELS = "lrpe_fairseq.kernels.encode_triton"
+KERNELS = "lrpe_fairseq.kernels.encode.encode_triton"
 NOT_EXPORTED = (
     "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
     "model in Python"

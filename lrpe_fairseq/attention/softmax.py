@@ -24,12 +24,12 @@ from lrpe_fairseq.attention.tokens import (
     visible_pairs,
 )
 from lrpe_fairseq.attention.transport import carried, score_blocks
-from lrpe_fairseq.encodings.base import Encoding
-from lrpe_fairseq.encodings.forms import LOWEST, Form, Transport, masked_softmax
-from lrpe_fairseq.encodings.positions import Lags, PositionCache, constant
+from lrpe_fairseq.encodings.core.forms import LOWEST, Form, Transport, masked_softmax
+from lrpe_fairseq.encodings.core.positions import Lags, PositionCache, constant
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed, without_autocast
-from lrpe_fairseq.kernels.flash import NoSecondDerivative
+from lrpe_fairseq.kernels.flash.flash import NoSecondDerivative
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
@@ -40,7 +40,7 @@ ROWS = 64
 LARGEST_BIAS = 2**25
 """Maximum number of elements of a bias that is kept: 64 MB in half precision."""
 
-FLASH, STICK = "lrpe_fairseq.kernels.flash_triton", "lrpe_fairseq.kernels.stick_triton"
+FLASH, STICK = "lrpe_fairseq.kernels.flash.flash_triton", "lrpe_fairseq.kernels.flash.stick_triton"
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores; see ``ScoreEncoding.forward``."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import EncodingSpec
+from lrpe_fairseq.encodings.core.protocols import EncodingSpec
 
 
 class Owner(NamedTuple):

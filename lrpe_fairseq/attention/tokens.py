@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.companions import (
+from lrpe_fairseq.encodings.core.companions import (
     FLAGS,
     PADDING,
     REAL,
     check_by_token,
     check_companion,
 )
-from lrpe_fairseq.encodings.forms import Transport
-from lrpe_fairseq.encodings.positions import (
+from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.encodings.core.positions import (
     Lags,
     PositionCache,
     check_positions,

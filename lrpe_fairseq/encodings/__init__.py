@@ -4,46 +4,52 @@ Command-line choices, tests, benchmark rows and the tables of docs/encodings.md 
 from :data:`ENCODINGS`. To add an encoding, write one file and add one line here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from functools import cache, partial
 from typing import NamedTuple
 
-from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
-from lrpe_fairseq.encodings.alibi import ALiBi
-from lrpe_fairseq.encodings.angles import AngleOptions
-from lrpe_fairseq.encodings.base import Encoding
-from lrpe_fairseq.encodings.base import QueryKeyEncoding as QueryKeyEncoding
-from lrpe_fairseq.encodings.base import ScoreEncoding as ScoreEncoding
-from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
-from lrpe_fairseq.encodings.cope import CoPE
-from lrpe_fairseq.encodings.cores import CORES
-from lrpe_fairseq.encodings.cosformer import CosFormer
-from lrpe_fairseq.encodings.deberta import DeBERTa
-from lrpe_fairseq.encodings.fire import FIRE
-from lrpe_fairseq.encodings.fope import FoPE
-from lrpe_fairseq.encodings.fox import FoX, can_be_gated, gated
-from lrpe_fairseq.encodings.grid import GridEncoding
-from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
-from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
-from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.encodings.core.options import LONGEST as LONGEST
+from lrpe_fairseq.encodings.core.options import (
+    EncodingOptions,
+    EncodingSpec,
+    OptionsOf,
+    register_methods,
+    shortened,
+)
+from lrpe_fairseq.encodings.core.options import check_number as check_number
+from lrpe_fairseq.encodings.core.protocols import Encoding
+from lrpe_fairseq.encodings.core.protocols import QueryKeyEncoding as QueryKeyEncoding
+from lrpe_fairseq.encodings.core.protocols import ScoreEncoding as ScoreEncoding
 from lrpe_fairseq.encodings.none import NoEncoding
-from lrpe_fairseq.encodings.options import LONGEST as LONGEST
-from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec, OptionsOf, shortened
-from lrpe_fairseq.encodings.options import check_number as check_number
-from lrpe_fairseq.encodings.path import Path, can_be_carried, path
-from lrpe_fairseq.encodings.permuteformer import PermuteFormer
-from lrpe_fairseq.encodings.projections import PROJECTIONS
-from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
-from lrpe_fairseq.encodings.sandwich import Sandwich
-from lrpe_fairseq.encodings.scaling import RotationOptions
-from lrpe_fairseq.encodings.selective import SelectiveOptions, can_be_selective, selective
-from lrpe_fairseq.encodings.shaw import Shaw
-from lrpe_fairseq.encodings.spe import SPE
-from lrpe_fairseq.encodings.stick_breaking import StickBreaking
-from lrpe_fairseq.encodings.t5 import T5Bias
-from lrpe_fairseq.encodings.tape import TAPE
-from lrpe_fairseq.encodings.transformer_xl import TransformerXL
+from lrpe_fairseq.encodings.rotations.angles import AngleOptions
+from lrpe_fairseq.encodings.rotations.cores import CORES
+from lrpe_fairseq.encodings.rotations.cosformer import CosFormer
+from lrpe_fairseq.encodings.rotations.fope import FoPE
+from lrpe_fairseq.encodings.rotations.lie import ComRoPEAP, ComRoPELD, LieRE
+from lrpe_fairseq.encodings.rotations.lrpe import LRPE
+from lrpe_fairseq.encodings.rotations.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.rotations.projections import PROJECTIONS
+from lrpe_fairseq.encodings.rotations.rope_2d import RoPE2D, RoPE2DMixed
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
+from lrpe_fairseq.encodings.rotations.spe import SPE
+from lrpe_fairseq.encodings.rotations.tape import TAPE
+from lrpe_fairseq.encodings.scores.alibi import ALiBi
+from lrpe_fairseq.encodings.scores.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
+from lrpe_fairseq.encodings.scores.cope import CoPE
+from lrpe_fairseq.encodings.scores.deberta import DeBERTa
+from lrpe_fairseq.encodings.scores.fire import FIRE
+from lrpe_fairseq.encodings.scores.kerple import KerpleLog, KerplePower
+from lrpe_fairseq.encodings.scores.sandwich import Sandwich
+from lrpe_fairseq.encodings.scores.shaw import Shaw
+from lrpe_fairseq.encodings.scores.stick_breaking import StickBreaking
+from lrpe_fairseq.encodings.scores.t5 import T5Bias
+from lrpe_fairseq.encodings.scores.transformer_xl import TransformerXL
+from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
+from lrpe_fairseq.encodings.wrappers.fox import FoX, can_be_gated, gated
+from lrpe_fairseq.encodings.wrappers.grid import GridEncoding
+from lrpe_fairseq.encodings.wrappers.path import Path, can_be_carried, path
+from lrpe_fairseq.encodings.wrappers.selective import SelectiveOptions, can_be_selective, selective
 from lrpe_fairseq.errors import ChoiceError, did_you_mean
 
 Constructor = type[Encoding] | partial[Encoding]
@@ -315,6 +321,16 @@ def options_of_encodings() -> dict[str, Field]:
                 raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
             found[own.name] = own
     return found
+
+
+def _parse_departures(given: str | Collection[str]) -> frozenset[str]:
+    """Return the departures that are named; see ``fidelity``, which reads :data:`ENCODINGS`."""
+    from lrpe_fairseq.encodings.fidelity import parse_departures
+
+    return parse_departures(given)
+
+
+register_methods(kinds_of_options(), _parse_departures)
 
 
 def build_encoding(

@@ -7,7 +7,7 @@ encoding, and whole models.
 from collections.abc import Collection
 
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class
-from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.core.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 OF_ATTENTION: dict[str, Departure] = {

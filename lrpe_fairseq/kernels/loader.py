@@ -41,8 +41,8 @@ AMPERE = (8, 0)
 """Minimum compute capability of the Triton kernels."""
 
 OLDEST_TRITON = {
-    "lrpe_fairseq.kernels.flash_triton": (3, 4),
-    "lrpe_fairseq.kernels.stick_triton": (3, 4),
+    "lrpe_fairseq.kernels.flash.flash_triton": (3, 4),
+    "lrpe_fairseq.kernels.flash.stick_triton": (3, 4),
 }
 """Kernels that older releases of Triton do not compile: 3.2 lacks ``gather``, and 3.3 (torch 2.7)
 rejects the kernels themselves. The others run with 3.2."""
@@ -102,7 +102,10 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
     reason = "the C++ kernels do not compile here"
     if not kernels_enabled():
         reason = f"{VARIABLE}=0"
-    modules = (importlib.import_module(f"lrpe_fairseq.kernels.{name}_cpu") for name in names)
+    modules = (
+        importlib.import_module("lrpe_fairseq.kernels.linear.causal_cpu"),
+        importlib.import_module("lrpe_fairseq.kernels.encode.encode_cpu"),
+    )
     loaded = (module.library() is not None for module in modules)
     return {
         n: "cpu-c++" if found else "pytorch" for n, found in zip(names, loaded, strict=True)

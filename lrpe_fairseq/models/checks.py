@@ -21,7 +21,7 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
     options_read_by,
 )
-from lrpe_fairseq.encodings.options import flag_of
+from lrpe_fairseq.encodings.core.options import flag_of
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.patterns import over_layers, values
 

@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lrpe_fairseq.encodings.options import option
-from lrpe_fairseq.encodings.parameters import Float32Module
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.options import option
+from lrpe_fairseq.encodings.core.parameters import Float32Module
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
 from lrpe_fairseq.models.layers import Encoder, EncoderLayer, stored

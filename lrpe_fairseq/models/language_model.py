@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.attention.tokens import restarted
-from lrpe_fairseq.encodings.options import LONGEST, check_number, option
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.options import LONGEST, check_number, option
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer

@@ -15,8 +15,8 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.options import option
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.options import option
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.models.checks import (
     check_probabilities,
     check_quantization_blocks,

@@ -33,10 +33,10 @@ from lrpe_fairseq.encodings import (
     has_rotations,
     options_of_encodings,
 )
-from lrpe_fairseq.encodings.angles import AngleOptions
+from lrpe_fairseq.encodings.core.options import POSITION_GRIDS, option
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
-from lrpe_fairseq.encodings.scaling import YARN, RotationOptions
+from lrpe_fairseq.encodings.rotations.angles import AngleOptions
+from lrpe_fairseq.encodings.rotations.scaling import YARN, RotationOptions
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,

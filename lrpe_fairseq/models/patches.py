@@ -12,8 +12,8 @@ from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.lie import BlockRotation
-from lrpe_fairseq.encodings.options import check_number, flag_of
+from lrpe_fairseq.encodings.core.options import check_number, flag_of
+from lrpe_fairseq.encodings.rotations.lie import BlockRotation
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.image_files import rows_and_columns
 

@@ -15,9 +15,9 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.core.options import flag_of, option
+from lrpe_fairseq.encodings.core.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
-from lrpe_fairseq.encodings.options import flag_of, option
-from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import (
     STOCK,

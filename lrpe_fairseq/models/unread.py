@@ -12,7 +12,7 @@ from typing import Any
 
 from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import options_of_encodings
-from lrpe_fairseq.encodings.options import LARGEST_SEED, check_option
+from lrpe_fairseq.encodings.core.options import LARGEST_SEED, check_option
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import STOCK, has_stock_cross, unread_options
 from lrpe_fairseq.models.patches import OF_PIXELS

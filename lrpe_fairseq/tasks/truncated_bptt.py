@@ -21,7 +21,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 from torch import Tensor
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.language_model import LRPELanguageModel
 from lrpe_fairseq.models.options import one_sentence_errors

@@ -30,7 +30,7 @@ from lrpe_fairseq.encodings import (
     encoding_class,
     is_causal_only,
 )
-from lrpe_fairseq.encodings.forms import Transport
+from lrpe_fairseq.encodings.core.forms import Transport
 
 BATCH, TIME, SOURCE, WIDTH, HEADS = 2, 7, 5, 16, 2
 HEAD = WIDTH // HEADS

@@ -11,8 +11,8 @@ import torch
 from lrpe_fairseq.attention import tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.encodings.positions import PositionCache
-from lrpe_fairseq.kernels import encode
+from lrpe_fairseq.encodings.core.positions import PositionCache
+from lrpe_fairseq.kernels.encode import encode
 
 SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
 """How long two threads are compared; ten seconds find what two may miss."""

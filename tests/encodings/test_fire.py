@@ -5,8 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, fire
-from lrpe_fairseq.encodings.positions import counted
+from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.core.positions import counted
+from lrpe_fairseq.encodings.scores import fire
 from tests.encodings.lags import assert_same_with_gradients, bias_of, loop_bias
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.encodings.grid import rows_and_columns
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.grids import rows_and_columns
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode_cpu
+from lrpe_fairseq.kernels.encode import encode_cpu
 from tests.references import score_matrix
 
 HEADS, WIDTH = 2, 8

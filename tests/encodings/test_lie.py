@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.rotations import Spectrum, definition, exponential, turn
+from lrpe_fairseq.encodings.rotations.generators import Spectrum, definition, exponential, turn
 
 NAMES = ("liere", "comrope-ap", "comrope-ld")
 
@@ -156,7 +156,7 @@ def scores(encoding, q, k, positions):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_line_without_noise_it_is_rope(name, monkeypatch):
-    monkeypatch.setattr("lrpe_fairseq.encodings.lie.NOISE", 0.0)
+    monkeypatch.setattr("lrpe_fairseq.encodings.rotations.lie.NOISE", 0.0)
     x, at = normal(2, 2, 6, 10), torch.tensor([0, 1, 2, 31, 512, 700])
     encoding = build(name, head_dim=10, block=5 if name == "liere" else 2)
     if name == "liere":  # an odd block has two pairs and one feature that is not rotated

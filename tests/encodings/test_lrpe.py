@@ -10,9 +10,9 @@ from lrpe_fairseq.attention.linear import EPS, linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.softmax import fused_attention
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.cores import CORES
-from lrpe_fairseq.encodings.permutations import CyclicPowers
-from lrpe_fairseq.encodings.projections import PROJECTIONS
+from lrpe_fairseq.encodings.rotations.cores import CORES
+from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers
+from lrpe_fairseq.encodings.rotations.projections import PROJECTIONS
 from tests.pairwise import pairwise
 from tests.references import dense_lambda, dense_p, dense_scores, dense_w, frequencies
 

@@ -15,8 +15,8 @@ from lrpe_fairseq.encodings import (
     encoding_class,
     options_of_encodings,
 )
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, OF_ATTENTION, OF_MODELS, parse_departures
-from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.options import AttentionOptions, encoding_options, one_sentence_errors
 from tests.encodings.toy import Toy

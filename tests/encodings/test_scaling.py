@@ -13,7 +13,7 @@ from lrpe_fairseq.attention.linear import linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.projected import feature_map
 from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.scaling import SCALINGS, YARN, RotationOptions, scaled
+from lrpe_fairseq.encodings.rotations.scaling import SCALINGS, YARN, RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
 
 ROTATING = {

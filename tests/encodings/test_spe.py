@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.spe import noise_like
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.rotations.spe import noise_like
 
 HEADS, WIDTH = 2, 4
 FORWARDS = 300

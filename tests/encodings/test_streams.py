@@ -8,7 +8,7 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions
-from lrpe_fairseq.encodings.options import NUMBERS, EncodingSpec
+from lrpe_fairseq.encodings.core.options import NUMBERS, EncodingSpec
 
 LAYERS, SPACING = 4, 1_000_003
 FIRST_OF_YOURS = 0.6921666860580444

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingSpec, build_encoding
-from lrpe_fairseq.encodings.options import EncodingOptions
-from lrpe_fairseq.encodings.tape import DIAGONAL, StateUpdate
+from lrpe_fairseq.encodings.core.options import EncodingOptions
+from lrpe_fairseq.encodings.rotations.tape import DIAGONAL, StateUpdate
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from tests.end_to_end.commands import SMALL, build
 from tests.test_classifier import batch_of, rows_of

@@ -10,15 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import (
-    causal_triton,
-    encode_triton,
-    full_triton,
-    loader,
-    sweep_triton,
-    tiles_triton,
-)
-from lrpe_fairseq.kernels.encode import Form
+from lrpe_fairseq.kernels import loader, tiles_triton
+from lrpe_fairseq.kernels.encode import encode_triton
+from lrpe_fairseq.kernels.encode.encode import Form
+from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
 from tests.triton_probe import launched
 
 MANY, MOST = 70_000, 65_535

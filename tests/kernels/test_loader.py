@@ -15,8 +15,9 @@ from lrpe_fairseq.attention import half
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.kernels import causal_cpu, loader
-from lrpe_fairseq.kernels.causal_cpu import SOURCE
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.linear import causal_cpu
+from lrpe_fairseq.kernels.linear.causal_cpu import SOURCE
 
 pytestmark = pytest.mark.skipif(
     causal_cpu.library() is None, reason="causal_cpu.cpp does not compile here"
@@ -191,7 +192,7 @@ def test_a_gpu_before_ampere_leaves_all_to_pytorch_and_says_so_once_if_asked(
     loader._triton_kernels.cache_clear()
     try:
         for _ in range(2):
-            assert loader.triton_kernels("lrpe_fairseq.kernels.causal_triton") is None
+            assert loader.triton_kernels("lrpe_fairseq.kernels.linear.causal_triton") is None
     finally:
         loader._triton_kernels.cache_clear()
     assert len(caplog.records) == asked
@@ -213,7 +214,7 @@ def test_a_gpu_on_which_triton_fails_leaves_all_to_pytorch_and_says_why(monkeypa
         cache.cache_clear()
     try:
         for _ in range(2):
-            assert loader.triton_kernels("lrpe_fairseq.kernels.causal_triton") is None
+            assert loader.triton_kernels("lrpe_fairseq.kernels.linear.causal_triton") is None
         assert loader.kernels_in_use()["causal"] == "pytorch"
     finally:
         for cache in (loader._triton_kernels, loader._why_triton_fails):

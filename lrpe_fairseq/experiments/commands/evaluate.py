@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.criterions.classification import scores
-from lrpe_fairseq.encodings.scaling import SCALINGS
+from lrpe_fairseq.encodings.rotations.scaling import SCALINGS
 from lrpe_fairseq.experiments.data import corpus, folders, glue
 from lrpe_fairseq.experiments.families import classification, preparation_of, translation
 from lrpe_fairseq.experiments.families import lm as language_models
