@@ -73,7 +73,10 @@ FREE = (
     *("lrpe:odd-even:unitary", "lrpe:fourier:rotation"),
 )
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
-SCALED = ("rope~yarn", "lrpe-type2~yarn", "lrpe-tmlr-type1~ntk", "fope~linear")
+SCALED = (
+    *("rope~yarn", "lrpe-type2~yarn", "lrpe-type2~yarn-printed", "lrpe-tmlr-type1~ntk"),
+    "fope~linear",
+)
 NAMES = (
     *(*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *CARRIED),
     *(*SELECTIVE, *GRIDS, *SCALED),
