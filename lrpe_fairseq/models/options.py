@@ -7,7 +7,6 @@ from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 import fairseq.models
@@ -24,23 +23,17 @@ from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.compat import replace_once
-from lrpe_fairseq.encodings import (
-    DEFAULT,
-    ENCODINGS,
-    FAMILIES,
-    EncodingOptions,
-    has_rotations,
-    options_of_encodings,
-)
-from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
+from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, FAMILIES, options_of_encodings
+from lrpe_fairseq.encodings.fidelity import DEPARTURES
+from lrpe_fairseq.encodings.layers import encoding_options
 from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
-from lrpe_fairseq.encodings.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
     warn_about_ignored,
     warn_about_longer_texts,
 )
+from lrpe_fairseq.patterns import at_layer
 
 IN_TURN = "; several, separated by commas, are those of the layers in turn"
 
@@ -108,22 +101,6 @@ class AttentionOptions(FairseqDataclass):
     )
 
 
-def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
-    """Return the options of individual encodings of a layer from a model's configuration.
-
-    An option that a checkpoint does not contain yet has its default, and so have those of rotations
-    in a layer without them, if another layer of the pattern has rotations.
-    """
-    defaults = {name: own.default for name, own in options_of_encodings().items()}
-    defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
-    given = {name: getattr(options, name, default) for name, default in defaults.items()}
-    plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
-    names = patterns.values(getattr(options, "position_encoding", DEFAULT))
-    if any(map(has_rotations, names)) and not has_rotations(names[layer % len(names)]):
-        plain |= {own.name: own.default for own in fields(RotationOptions)}
-    return EncodingOptions(parse_departures(options.fidelity), **plain)
-
-
 def build_attention(
     options: Any, cfg: Any, embed_dim: int, num_heads: int, *, causal: bool, layer: int
 ) -> MultiheadAttention:
@@ -172,11 +149,6 @@ def _window(given: str) -> int | None:
     if not given.isdecimal():
         raise ChoiceError(f"--attention-window is a number of tokens, or 0 for all, not {given!r}")
     return int(given) or None
-
-
-def at_layer(options: Any, name: str, layer: int) -> str:
-    """Return an option of ``patterns.OPTIONS`` in a layer; an older checkpoint has no window."""
-    return patterns.over_layers(getattr(options, name, "0"), layer + 1)[layer]
 
 
 def log_patterns(options: Any, layers: int) -> None:
