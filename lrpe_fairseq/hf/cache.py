@@ -134,8 +134,7 @@ def refuse_cache(cache: Any) -> NoReturn:
     """Raise ValueError for a cache that cannot hold states."""
     raise ValueError(
         f"{type(cache).__name__} cannot hold the states of lrpe_fairseq's attention: pass the "
-        "cache that the model returned, a new DynamicCache, or none, and leave out "
-        "cache_implementation"
+        "cache that the model returned, a new DynamicCache, or none"
     )
 
 

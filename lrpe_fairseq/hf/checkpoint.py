@@ -130,18 +130,22 @@ class Checkpoint:
     def _of_language_model(self) -> dict[str, Any]:
         """Return the arguments that only ``lrpe_lm`` has options for."""
         own, width = self.model, self.model["decoder_embed_dim"]
-        normformer = ("scale_attn", "scale_fc", "scale_heads", "scale_resids")
         sizes = {
             "embedding_size": own["decoder_input_dim"],
             "output_size": own["decoder_output_dim"],
         }
         return {
             **{name: size for name, size in sizes.items() if size != width},
-            **{name: bool(own.get(name)) for name in normformer},
+            **{option: self._has(part) for option, part in NORMFORMER.items()},
             "scale_embedding": not own.get("no_scale_embedding"),
             "final_norm": not own.get("no_decoder_final_norm"),
             "tie_word_embeddings": bool(own["share_decoder_input_output_embed"]),
         }
+
+    def _has(self, part: str) -> bool:
+        """True if the first layer has a part of that name."""
+        first = f"{STACKS[self.arch]}layers.0.{part}"
+        return any(name == first or name.startswith(f"{first}.") for name in self.state)
 
     def _of_masked_language_model(self) -> dict[str, Any]:
         """Return the arguments that ``lrpe_roberta`` fixes, or has options of its own for."""
@@ -160,6 +164,14 @@ class Checkpoint:
         return int(next(size for size in given if size))
 
 
+NORMFORMER = {
+    "scale_attn": "attn_ln",
+    "scale_fc": "ffn_layernorm",
+    "scale_heads": "c_attn",
+    "scale_resids": "w_resid",
+}
+"""Options of NormFormer and the parts of a layer; fairseq builds none if its options are a YAML's
+or a command line's."""
 FIRST_POSITION = 2
 """The row of the first learned position, after those of <s> and <pad>."""
 OFF: tuple[Any, ...] = (None, False, 0, "", "0")

@@ -47,7 +47,7 @@ from lrpe_fairseq.hf.config import LRPEConfig, attention_arguments
 
 CODE = "modeling_lrpe"
 """The module beside the weights that ``trust_remote_code`` loads."""
-REMOTE_CODE = '''"""The model, for trust_remote_code=True. It needs lrpe_fairseq with its extra [hf]."""
+REMOTE_CODE = '''"""The model, for trust_remote_code=True. It needs lrpe_fairseq with [hf]."""
 
 from lrpe_fairseq import hf
 
@@ -209,7 +209,6 @@ class LRPEPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     _no_split_modules = ["LRPELayer"]
-    _is_stateful = True  # transformers refuses to decode with an assistant
 
     @classmethod
     def get_init_context(cls, *given: Any, **keywords: Any) -> list:
@@ -477,7 +476,8 @@ class LRPEForCausalLM(LRPEPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Continue texts; see ``GenerationMixin.generate``.
 
-        Raises: ValueError, one sentence, for contrastive search, an assistant or prompt lookup.
+        Raises: ValueError, one sentence, for contrastive search, an assistant, prompt lookup or
+            another cache than the dynamic one.
         """
         config = self.generation_config if generation_config is None else generation_config
         for name, what in REFUSED.items():
@@ -486,6 +486,12 @@ class LRPEForCausalLM(LRPEPreTrainedModel, GenerationMixin):
                     f"{what} is not supported, because states of attention cannot forget the last "
                     f"tokens: leave out {name}"
                 )
+        kind = keywords.get("cache_implementation", config.cache_implementation)
+        if kind not in (None, "dynamic", "dynamic_full"):
+            raise ValueError(
+                f"a cache that is {kind} cannot hold the states of lrpe_fairseq's attention: leave "
+                "out cache_implementation"
+            )
         return super().generate(inputs, generation_config, **keywords)
 
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lrpe_fairseq.experiments.data.corpus import digest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
@@ -78,10 +79,12 @@ def _run(checkpoint: Path, given: Path | None) -> Run | None:
     """Return the run file that was given, or that of the training if it is at hand."""
     if given is not None:
         return read_run(given)
-    for path in _run_files(checkpoint.absolute()):
-        if path.is_file():
-            print(f"results of the model card: {relative(path)}")
-            return read_run(path)
+    for path in filter(Path.is_file, _run_files(checkpoint.absolute())):
+        run = read_run(path)
+        if "checkpoint" in run and run["checkpoint"] != digest(checkpoint):
+            continue  # an evaluation of an earlier checkpoint of this name
+        print(f"results of the model card: {relative(path)}")
+        return run
     return None
 
 
