@@ -143,16 +143,18 @@ def build_tokenizer(
         pair=f"{first} $A {EOS} $B{last}",
         special_tokens=[(symbol, vocabulary[symbol]) for symbol in (BOS, EOS)],
     )
-    return _wrapped(tokenizer, first, kind, masked)
+    return _wrapped(tokenizer, first, masked)
 
 
-def _wrapped(tokenizer: Tokenizer, first: str, kind: str, masked: bool) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of transformers with the names of the special symbols."""
+def _wrapped(tokenizer: Tokenizer, first: str, masked: bool) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of transformers with the names of the special symbols.
+
+    The unknown symbol is not among them, because "<unk>" within a text, such as WikiText's, would
+    be cut out of its word.
+    """
     eos = AddedToken(EOS, normalized=True, special=True)
     names: dict[str, Any] = {"pad_token": PAD, "eos_token": eos}
     names["bos_token"] = eos if first == EOS else first
-    if kind == "words":  # elsewhere "<unk>" in a text is a text, not the unknown symbol
-        names["unk_token"] = UNK
     if masked:
         names |= {"mask_token": MASK, "cls_token": BOS, "sep_token": eos}
     return PreTrainedTokenizerFast(
@@ -230,24 +232,22 @@ def _spaces(
     line = f"(?!(?:{kept})\\z)(?!{EOS})(?=[\\s\\S])"  # begins here
     steps: list[normalizers.Normalizer] = [normalizers.Replace("\n", EOS)]
     steps += [normalizers.Precompiled(charsmap)] if charsmap else []
-    steps += [normalizers.Replace(" ", SPACE)]
     if prefix:
         steps += [
-            normalizers.Replace(Regex(f"\\A{line}"), SPACE),
-            normalizers.Replace(Regex(f"{EOS}(?!\\z|{EOS})"), EOS + SPACE),
+            normalizers.Replace(Regex(f"\\A{line}"), " "),
+            normalizers.Replace(Regex(f"{EOS}(?!\\z|{EOS})"), f"{EOS} "),
         ]
-    if not collapse:
-        return steps
-    steps += [
-        normalizers.Replace(Regex(f"{SPACE}{{2,}}"), SPACE),
-        normalizers.Replace(Regex(f"{SPACE}(?={EOS}|\\z)"), ""),
-    ]
-    if not prefix:
+    if collapse:
         steps += [
-            normalizers.Replace(Regex(f"\\A(?!(?:{kept})\\z){SPACE}"), ""),
-            normalizers.Replace(Regex(f"{EOS}{SPACE}"), EOS),
+            normalizers.Replace(Regex(" {2,}"), " "),
+            normalizers.Replace(Regex(f" (?={EOS}|\\z)"), ""),
         ]
-    return steps
+    if collapse and not prefix:
+        steps += [
+            normalizers.Replace(Regex("\\A "), ""),
+            normalizers.Replace(f"{EOS} ", EOS),
+        ]
+    return [*steps, normalizers.Replace(" ", SPACE)]
 
 
 def _gpt2(vocabulary: Mapping[str, int], source: Source) -> Tokenizer:
