@@ -67,72 +67,45 @@ class LRPEConfig(PretrainedConfig):
 
     model_type = "lrpe"
 
-    def __init__(
-        self,
-        vocab_size: int = 10000,
-        hidden_size: int = 512,
-        num_hidden_layers: int = 6,
-        num_attention_heads: int = 8,
-        intermediate_size: int = 2048,
-        hidden_act: str = "relu",
-        attention: list[dict[str, Any]] | None = None,
-        encoding_seed: int = 0,
-        causal: bool = True,
-        absolute_positions: str = "sinusoidal",
-        max_position_embeddings: int = 512,
-        document_boundary: int | None = None,
-        embedding_size: int | None = None,
-        output_size: int | None = None,
-        scale_embedding: bool = True,
-        embedding_norm: bool = False,
-        normalize_before: bool = True,
-        final_norm: bool = True,
-        scale_attn: bool = False,
-        scale_fc: bool = False,
-        scale_heads: bool = False,
-        scale_resids: bool = False,
-        dropout: float = 0.1,
-        attention_dropout: float = 0.0,
-        activation_dropout: float = 0.0,
-        pad_token_id: int = 1,
-        bos_token_id: int = 2,
-        eos_token_id: int = 2,
-        tie_word_embeddings: bool = True,
-        **more: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.attention = [LAYER] * num_hidden_layers if attention is None else attention
-        self.encoding_seed = encoding_seed
-        self.causal = causal
-        self.absolute_positions = absolute_positions
-        self.max_position_embeddings = max_position_embeddings
-        self.document_boundary = document_boundary
-        self.embedding_size = embedding_size
-        self.output_size = output_size
-        self.scale_embedding = scale_embedding
-        self.embedding_norm = embedding_norm
-        self.normalize_before = normalize_before
-        self.final_norm = final_norm
-        self.scale_attn = scale_attn
-        self.scale_fc = scale_fc
-        self.scale_heads = scale_heads
-        self.scale_resids = scale_resids
-        self.dropout = dropout
-        self.attention_dropout = attention_dropout
-        self.activation_dropout = activation_dropout
+    vocab_size: int = 10000
+    hidden_size: int = 512
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    hidden_act: str = "relu"
+    attention: list[dict[str, Any]] | None = None
+    encoding_seed: int = 0
+    causal: bool = True
+    absolute_positions: str = "sinusoidal"
+    max_position_embeddings: int = 512
+    document_boundary: int | None = None
+    embedding_size: int | None = None
+    output_size: int | None = None
+    scale_embedding: bool = True
+    embedding_norm: bool = False
+    normalize_before: bool = True
+    final_norm: bool = True
+    scale_attn: bool = False
+    scale_fc: bool = False
+    scale_heads: bool = False
+    scale_resids: bool = False
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 2
+    eos_token_id: int | None = 2
+    tie_word_embeddings: bool = True
+
+    def __init__(self, **given: Any) -> None:
+        own = LRPEConfig.__annotations__
+        for name in own:
+            setattr(self, name, given.pop(name, getattr(LRPEConfig, name)))
+        if self.attention is None:
+            self.attention = [dict(LAYER) for _ in range(self.num_hidden_layers)]
         _check(self)
-        super().__init__(
-            pad_token_id=pad_token_id,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **more,
-        )
+        special = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+        super().__init__(**{name: getattr(self, name) for name in special}, **given)
 
 
 def _check(config: LRPEConfig) -> None:
