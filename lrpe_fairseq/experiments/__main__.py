@@ -16,6 +16,7 @@ COMMANDS = {
     "eval_glue": "evaluate:eval_glue",
     "quickstart": "quickstart:main",
     "doctor": "doctor:main",
+    "export": "export:main",
 }
 """Name -> module of ``commands``, and its function, which takes the arguments."""
 

@@ -15,6 +15,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.layers import tokens_per_sample
 from lrpe_fairseq.encodings.options import option
 from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.models.checks import (
@@ -30,7 +31,6 @@ from lrpe_fairseq.models.options import (
     keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
-    tokens_per_sample,
 )
 from lrpe_fairseq.models.patches import fit_positions
 
