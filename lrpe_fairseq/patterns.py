@@ -47,6 +47,11 @@ def check_length(option: str, pattern: Any, layers: int) -> None:
         )
 
 
+def at_layer(options: Any, name: str, layer: int) -> str:
+    """Return an option of :data:`OPTIONS` in a layer; an older checkpoint has no window."""
+    return over_layers(getattr(options, name, "0"), layer + 1)[layer]
+
+
 def canonical(pattern: Any, name: Callable[[str], str] = str) -> str:
     """Return the shortest pattern with the same values, each replaced by ``name`` of it.
 

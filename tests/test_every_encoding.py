@@ -74,7 +74,10 @@ FREE = (
     *("lrpe:odd-even:unitary", "lrpe:fourier:rotation"),
 )
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
-SCALED = ("rope~yarn", "lrpe-type2~yarn", "lrpe-tmlr-type1~ntk", "fope~linear")
+SCALED = (
+    *("rope~yarn", "lrpe-type2~yarn", "lrpe-type2~yarn-printed", "lrpe-tmlr-type1~ntk"),
+    "fope~linear",
+)
 FLOORED = (
     *("rope^turn-plain", "lrpe-type2^turn-log", "lrpe-type8^turn-plain", "lrpe-type3^clip-plain"),
     *("gated:lrpe-tmlr-type1^none-log", "selective:lrpe-type1^turn-plain"),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.layers import tokens_per_sample
 from lrpe_fairseq.models.checks import (
     check_probabilities,
     check_quantization_blocks,
@@ -30,7 +31,6 @@ from lrpe_fairseq.models.options import (
     keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
-    tokens_per_sample,
 )
 from lrpe_fairseq.models.patches import fit_positions
 

@@ -7,7 +7,6 @@ from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 import fairseq.models
@@ -24,19 +23,10 @@ from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.compat import replace_once
-from lrpe_fairseq.encodings import (
-    DEFAULT,
-    ENCODINGS,
-    FAMILIES,
-    EncodingOptions,
-    angles_of,
-    has_rotations,
-    options_of_encodings,
-)
+from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, FAMILIES, options_of_encodings
 from lrpe_fairseq.encodings.core.options import POSITION_GRIDS, option
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.encodings.rotations.angles import AngleOptions
-from lrpe_fairseq.encodings.rotations.scaling import YARN, RotationOptions
+from lrpe_fairseq.encodings.layers import encoding_options
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
@@ -45,6 +35,7 @@ from lrpe_fairseq.models.checks import (
     warn_about_unread,
 )
 from lrpe_fairseq.models.unread import reset_unread
+from lrpe_fairseq.patterns import at_layer
 
 IN_TURN = "; several, separated by commas, are those of the layers in turn"
 
@@ -112,49 +103,6 @@ class AttentionOptions(FairseqDataclass):
     )
 
 
-def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
-    """Return the options of individual encodings of a layer from a model's configuration.
-
-    An option that a checkpoint does not contain yet has its default, and so have those of rotations
-    and of angles in a layer without them, if another layer of the pattern has them. A floor of
-    angles takes its length from ``tokens_per_sample`` unless ``context_length`` is given.
-    """
-    defaults = {name: own.default for name, own in options_of_encodings().items()}
-    defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
-    given = {name: getattr(options, name, default) for name, default in defaults.items()}
-    plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
-    floored = plain["angle_floor"] != "none"
-    if floored and plain["context_scaling"] not in YARN:
-        # yarn needs the length of training even if a longer text is read
-        plain["context_length"] = plain["context_length"] or tokens_per_sample(options)
-    plain |= _defaults_of_other_layers(options, layer)
-    if floored and plain["angle_floor"] == plain["context_scaling"] == "none":
-        plain["context_length"] = 0  # it is that of other layers, and nothing reads it here
-    return EncodingOptions(options.fidelity, **plain)
-
-
-def tokens_per_sample(options: Any) -> int:
-    """Return the tokens of a training block in the options of a language model, 0 for others."""
-    return int(getattr(options, "tokens_per_sample", 0) or 0)
-
-
-def _defaults_of_other_layers(options: Any, layer: int) -> dict[str, Any]:
-    """Return the defaults of options that other layers of a pattern have, but not ``layer``."""
-    names = patterns.values(getattr(options, "position_encoding", DEFAULT))
-    own = names[layer % len(names)]
-    conditions = {
-        RotationOptions: has_rotations,
-        AngleOptions: lambda name: bool(angles_of(name)),
-    }
-    found = {}
-    for kind, has in conditions.items():
-        if any(map(has, names)) and not has(own):
-            found |= {field.name: field.default for field in fields(kind)}
-    if angles_of(own) != "learned" and any(angles_of(name) == "learned" for name in names):
-        found["angle_parameter"] = AngleOptions.angle_parameter
-    return found
-
-
 def build_attention(
     options: Any, cfg: Any, embed_dim: int, num_heads: int, *, causal: bool, layer: int
 ) -> MultiheadAttention:
@@ -203,11 +151,6 @@ def _window(given: str) -> int | None:
     if not given.isdecimal():
         raise ChoiceError(f"--attention-window is a number of tokens, or 0 for all, not {given!r}")
     return int(given) or None
-
-
-def at_layer(options: Any, name: str, layer: int) -> str:
-    """Return an option of ``patterns.OPTIONS`` in a layer; an older checkpoint has no window."""
-    return patterns.over_layers(getattr(options, name, "0"), layer + 1)[layer]
 
 
 def check_stack(options: Any, layers: int, section: str = "") -> None:

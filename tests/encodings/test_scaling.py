@@ -302,6 +302,20 @@ def test_yarn_multiplies_the_turned_features_only_as_transformers_does(name, opt
         torch.testing.assert_close(weights, scores.softmax(-1), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("fraction", [0.4, 0.55, 0.75])
+@pytest.mark.parametrize("name", sorted(ROTATING - {"fope"}))
+def test_the_features_with_the_factor_of_yarn_are_those_that_turn(name, fraction):
+    """Not the last ones of half a rotation, nor of rows and columns of an odd number of pairs."""
+    options = {"rotation_fraction": fraction, "grid_width": 3 if name == "rope-2d" else 0}
+    assert encoding_of(name, "yarn", 1.0, **options).feature_factors is None
+    encoding, x = encoding_of(name, "yarn", **options), example()
+    at_0, turned = (encoding(x, x, at, at)[0] for at in (0 * AT, AT))
+    turns = (turned - at_0).abs().amax((0, 1, 2)) > 0
+    m = 0.1 * math.log(F) + 1
+    assert encoding.feature_factors == pytest.approx(torch.where(turns, m**2, 1.0).tolist())
+    assert encoding.content_scale == 1
+
+
 @pytest.mark.parametrize("name", sorted(ROTATING))
 def test_a_fraction_of_the_features_turns_as_in_a_head_of_that_width(name):
     plane, x = D // 4 * 2, example()

@@ -111,6 +111,10 @@ class Encoding(Float32Module):
     """True if the method is defined for causal attention only."""
     without_absolute: bool = False
     """True if the method is defined for models without absolute positions; others are warned."""
+    host_reads: str = ""
+    """Why a training step of a layer reads values of tensors, with positions that are counted: on a
+    GPU each read waits until all that was launched is computed. Empty: it reads none. On a CPU,
+    where reading waits for nothing, every encoding may read."""
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
     shared_by_stacks: bool = False

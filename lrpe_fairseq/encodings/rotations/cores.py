@@ -91,6 +91,11 @@ class Rotation(nn.Module):
         return bands(width, self.options.rotation_base or self.base)
 
     @property
+    def turned(self) -> int:
+        """The number of features with a cosine and a sine, the first ones of a head."""
+        return self.options.turned(self.width)
+
+    @property
     def angles(self) -> Tensor:
         """The angles per token after context scaling, (E,)."""
         return scaled(self.unscaled, self.options)
@@ -178,6 +183,11 @@ class HalfRotation(Rotation):
             )
         half = spec.head_dim // 2
         return self.bands(min(half + half % 2, self.options.turned(spec.head_dim)))
+
+    @property
+    def turned(self) -> int:
+        """Two features for every angle."""
+        return 2 * len(self.theta)
 
 
 class Unitary(Rotation):

@@ -9,13 +9,19 @@ positions, M positions, c eigenvalues.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings.core.forms import Fold
 from lrpe_fairseq.encodings.core.positions import check_positions
-from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain, without_autocast
+from lrpe_fairseq.kernels.dispatch import (
+    gradients_of,
+    is_plain,
+    reads_are_free,
+    without_autocast,
+)
 
 # --- generators --------------------------------------------------------------------------------
 
@@ -89,10 +95,16 @@ def projected(x: Tensor, p: Tensor) -> Tensor:
         return (x.to(wide) @ p.to(wide)).to(x.dtype)
 
 
+EIGENBASIS = (
+    "the eigenbasis of learned generators is computed after every update, and torch.linalg.eigh "
+    "reads whether it has converged"
+)
+"""Why encodings that use an eigenbasis read values; see ``Encoding.host_reads``."""
+
 # --- the exponential ---------------------------------------------------------------------------
 
 
-def turn(x: Tensor, skew: Tensor, amounts: Tensor, spectrum: "Spectrum | None" = None) -> Tensor:
+def turn(x: Tensor, skew: Tensor, amounts: Tensor, find: "Find | None" = None) -> Tensor:
     """Compute exp(u A) x for skew-symmetric A, through the eigenbasis of the Hermitian i A.
 
     With i A = U diag(lambda) U^H, exp(u A) x = Re U e^(-i u lambda) U^H x.
@@ -100,20 +112,21 @@ def turn(x: Tensor, skew: Tensor, amounts: Tensor, spectrum: "Spectrum | None" =
     Args:
         x: (G, K, M, b), float32 or float64. skew: A, float64 (G, b, b).
         amounts: u, float64 (G, M). Exact to the rounding of u lambda in float64.
-        spectrum: the cache of the eigenbasis of A; None to compute it in every call.
+        find: finds the eigenbasis of A, see :data:`Find`; None to compute it in every call.
     Returns: (G, K, M, b) in the dtype of x.
     """
     if not is_plain(x, skew, amounts):
         return definition(x, skew, amounts)
-    return _Turn.apply(x, skew, amounts, (spectrum or Spectrum()).of(skew))
+    found = (find or Spectrum().entry)(skew)
+    return _Turn.apply(x, skew, amounts, (found.values, found.basis))
 
 
-def exponential(skew: Tensor, spectrum: "Spectrum | None" = None) -> Tensor:
+def exponential(skew: Tensor, find: "Find | None" = None) -> Tensor:
     """Return exp(A), float64 (..., b, b), for skew-symmetric A, float64 (..., b, b)."""
     flat = skew.flatten(0, -3)
     eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
     ones = flat.new_ones(len(flat), 1)
-    columns = turn(eye.expand(len(flat), -1, -1).unsqueeze(2), flat, ones, spectrum)
+    columns = turn(eye.expand(len(flat), -1, -1).unsqueeze(2), flat, ones, find)
     return columns.squeeze(2).transpose(-1, -2).reshape(skew.shape)
 
 
@@ -126,19 +139,19 @@ def definition(x: Tensor, skew: Tensor, amounts: Tensor) -> Tensor:
     return torch.einsum("gmij,gkmj->gkmi", rotation.to(x.dtype), x)
 
 
-def canonical(skew: Tensor, spectrum: "Spectrum") -> tuple[Tensor, Tensor] | None:
+def canonical(skew: Tensor, find: "Find") -> tuple[Tensor, Tensor] | None:
     """Return an orthogonal P (G, b, b) and angles theta (G, b / 2) with A = P generator(theta) P^T.
 
     Then exp(u A) = P R(u theta) P^T with RoPE's rotation R of pairs, and P cancels on the left of
     a score. None for an odd b and for eigenvalues that are not distinct, whose vectors have no
     gradient. Trap: a loss must not depend on the phases of the eigenvectors; scores do not.
 
-    skew: A, float64 (G, b, b). Differentiable any number of times.
+    skew: A, float64 (G, b, b). find: see :data:`Find`. Differentiable any number of times.
     """
     if skew.shape[-1] % 2 or not is_plain(skew):
         return None
-    _, eigen, distinct = spectrum.entry(skew)
-    return _Canonical.apply(skew, *eigen) if distinct else None
+    found = find(skew)
+    return _Canonical.apply(skew, found.values, found.basis) if found.distinct else None
 
 
 class _Canonical(torch.autograd.Function):
@@ -163,29 +176,78 @@ class _Canonical(torch.autograd.Function):
         return (whole.conj() @ (1j * turned) @ half.mT).real, None, None
 
 
+class Eigen(NamedTuple):
+    """The eigenbasis of i A, and what it was computed from."""
+
+    skew: Tensor
+    """A copy of A, float64 (..., b, b)."""
+    values: Tensor
+    """lambda of :func:`halved`."""
+    basis: Tensor
+    """U of :func:`halved`."""
+    distinct: bool
+    """True if the eigenvalues are distinct."""
+    source: Tensor | None = None
+    """The parameter of which A is a function."""
+    version: tuple[int, int] | None = None
+    """Its :func:`_version` in inference; None if it may have been changed since."""
+
+
+Find = Callable[[Tensor], Eigen]
+"""A function that finds the eigenbasis of i A for A, float64 (..., b, b), a plain tensor."""
+
+
 class Spectrum:
     """A cache of the eigenbasis of i A for the last value of A.
 
-    Values are compared, because an optimizer may change a parameter through ``.data``, which leaves
-    its version as it was. Threads may share a cache: the entry is one tuple, replaced whole.
+    An optimizer may change a parameter through ``.data``, which leaves its version as it was. So
+    values are compared wherever that costs little beside the rest: on a CPU, and in training, where
+    A is new in every update and torch.linalg.eigh reads anyway. In inference on a GPU nothing is
+    read: an entry of inference belongs to a parameter and its version, up to the next call of
+    training. Values are compared on the device; if they differ, all results are NaN and never those
+    of old values. That happens after an edit through ``.data`` between two calls of inference;
+    ``train()`` or ``eval()`` of the module, which call :meth:`forget`, make it seen.
+
+    Threads may share a cache: the entry is one tuple, replaced whole.
     """
 
     def __init__(self) -> None:
-        self._entry: tuple[Tensor, tuple[Tensor, Tensor], bool] | None = None
+        self._entry: Eigen | None = None
 
-    def of(self, skew: Tensor) -> tuple[Tensor, Tensor]:
-        """Return lambda and U of :func:`halved` for A, float64 (..., b, b), a plain tensor."""
-        return self.entry(skew)[1]
+    def forget(self) -> None:
+        """Compute the next eigenbasis anew."""
+        self._entry = None
 
-    def entry(self, skew: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], bool]:
-        """Return a copy of A, the result of :meth:`of`, and whether lambda is distinct."""
-        entry = self._entry
-        if entry is None or entry[0].device != skew.device or not torch.equal(entry[0], skew):
-            with torch.inference_mode(False), torch.no_grad():
-                own = skew.detach().clone()
-                values, basis, distinct = halved(*eigenbasis(own))
-                entry = self._entry = own, (values, basis), distinct
+    def entry(self, skew: Tensor, source: Tensor | None = None) -> Eigen:
+        """Return the eigenbasis for A; see :data:`Find`. source: the parameter of which A is a
+        function; None if there is none."""
+        entry, version = self._entry, None if skew.requires_grad else _version(source)
+        if entry is not None and entry.skew.device == skew.device:
+            if version is None or reads_are_free(skew):
+                if torch.equal(entry.skew, skew):
+                    self._entry = entry._replace(source=source, version=version)
+                    return entry
+            elif entry.source is source and entry.version == version:
+                same = (entry.skew == skew).all()
+                return entry._replace(values=entry.values * torch.where(same, 1.0, torch.nan))
+        with torch.inference_mode(False), torch.no_grad():
+            own = skew.detach().clone()
+            found = halved(*eigenbasis(own))
+            self._entry = entry = Eigen(own, *found, source, version)
         return entry
+
+    def __deepcopy__(self, memo: dict) -> "Spectrum":
+        return Spectrum()
+
+    def __reduce__(self) -> tuple:
+        return Spectrum, ()
+
+
+def _version(source: Tensor | None) -> tuple[int, int] | None:
+    """Return what changes with a parameter, unless through ``.data``; None if nothing does."""
+    if source is None or source.is_inference():
+        return None
+    return source.data_ptr(), source._version
 
 
 class _Turn(torch.autograd.Function):

@@ -27,6 +27,8 @@ from lrpe_fairseq.encodings.core.positions import PositionCache
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.rotations.cores import bands, rotate_both
 from lrpe_fairseq.encodings.rotations.generators import (
+    EIGENBASIS,
+    Eigen,
     Spectrum,
     canonical,
     encode_both,
@@ -73,6 +75,7 @@ class BlockRotation(QueryKeyEncoding):
 
     reads_grid = True
     turns = True
+    host_reads = EIGENBASIS
     last_at_one: ClassVar[bool] = False
     """True if the last row and column of a grid have the coordinate 1, as in linspace(0, 1)."""
 
@@ -95,6 +98,24 @@ class BlockRotation(QueryKeyEncoding):
             self.register_buffer("grid", torch.tensor(trained, device="cpu"))
             self.register_load_state_dict_pre_hook(_of_this_grid)
 
+    @property
+    def learned(self) -> Tensor:
+        """The parameter of which the generators are functions."""
+        raise NotImplementedError
+
+    def skew(self) -> Tensor:
+        """Return the generators of the blocks, float64 (G, b, b), or one more axis for each A."""
+        raise NotImplementedError
+
+    def eigen(self, skew: Tensor) -> Eigen:
+        """Find the eigenbasis of generators; see ``rotations.Find``."""
+        return self.spectrum.entry(skew, self.learned)
+
+    def train(self, mode: bool = True) -> "BlockRotation":
+        """Set the mode; the next eigenbasis is computed anew."""
+        self.spectrum.forget()
+        return super().train(mode)
+
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -104,7 +125,7 @@ class BlockRotation(QueryKeyEncoding):
     def fold(self) -> Fold | None:
         """Fold P^T of A = P generator(theta) P^T on a line; see :meth:`QueryKeyEncoding.fold`."""
         fills = self.axes == 1 and self.blocks * self.block == self.spec.head_dim
-        found = canonical(self.skew(), self.spectrum) if fills else None
+        found = canonical(self.skew(), self.eigen) if fills else None
         if found is None:
             return None
         basis, theta = (x.unflatten(0, (-1, self.blocks)) for x in found)  # H J
@@ -173,6 +194,11 @@ class LieRE(BlockRotation):
         self.lower = undecayed(draw)
         self._cells = PositionCache()
 
+    @property
+    def learned(self) -> Tensor:
+        """The triangles L."""
+        return self.lower
+
     def skew(self) -> Tensor:
         """Return A of every axis, float64 (N, G, b, b), on a line (G, b, b)."""
         skew = skew_of_triangle(self.lower.double(), self.block).flatten(1, 2)
@@ -183,7 +209,7 @@ class LieRE(BlockRotation):
         skew = self.skew()
         if self.axes == 1:
             amounts = self.coordinates(positions).expand(-1, len(x)).t()
-            return turn(x, skew, amounts, self.spectrum)
+            return turn(x, skew, amounts, self.eigen)
         cells, index = self._cells.get(positions, None, lambda: distinct(positions))
         rotation = exponential(torch.einsum("ma,agij->mgij", self.coordinates(cells), skew))
         return torch.einsum("mgij,gkmj->gkmi", rotation.to(x.dtype)[index], x)
@@ -211,7 +237,12 @@ class ComRoPE(BlockRotation):
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (G, K, M, b)."""
         amounts = self.amounts(self.coordinates(positions)).t().repeat(self.spec.num_heads, 1)
-        return turn(x, self.skew(), amounts, self.spectrum)
+        return turn(x, self.skew(), amounts, self.eigen)
+
+    @property
+    def learned(self) -> Tensor:
+        """The matrices P."""
+        return self.p
 
     def skew(self) -> Tensor:
         """Return P - P^T, float64 (G, b, b)."""

@@ -64,14 +64,15 @@ class LRPE(QueryKeyEncoding):
     def _factors(self) -> tuple[float, tuple[float, ...] | None]:
         """Return the factor of scores under context scaling, and of features if not all turn.
 
-        As in the authors' code, which multiplies cos and sin, the factor is that of the features
-        that are encoded: with ``rotation_fraction`` p below 1 the first p D of every plane.
+        The authors' code multiplies cos and sin. So with ``rotation_fraction`` below 1 only the
+        features that turn have the factor, the first ones of every plane.
         """
-        rotations, width = self.spec.options.of(RotationOptions), self.spec.head_dim
-        factor, turned = rotations.score_factor, rotations.turned(width)
-        if factor == 1 or rotations.rotation_fraction == 1:
+        rotations = self.spec.options.of(RotationOptions)
+        factor = rotations.score_factor
+        if rotations.rotation_fraction == 1 or factor == 1 or not isinstance(self.core, Rotation):
             return factor, None
-        return 1.0, ((factor,) * turned + (1.0,) * (width - turned)) * self._planes
+        still = self.spec.head_dim - self.core.turned
+        return 1.0, ((factor,) * self.core.turned + (1.0,) * still) * self._planes
 
     def summary(self) -> str:
         """Return the names of P and Lambda, joined by " x ", for a member of the family."""

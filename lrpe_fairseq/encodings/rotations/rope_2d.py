@@ -104,6 +104,11 @@ class AxialRotation(Rotation):
         """Return the frequencies of one axis, (D/4,) float64."""
         return self.bands(_of_axis(self.options.turned(spec.head_dim)))
 
+    @property
+    def turned(self) -> int:
+        """Two features for every angle and axis."""
+        return 4 * len(self.theta)
+
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the phases of every position: (T, D/2) or (B, 1, T, D/2), complex."""
         axes = axes_of(positions, self.grid_width)

@@ -24,6 +24,8 @@ from lrpe_fairseq.encodings.core.positions import Lags, PositionCache, constant
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.rotations.cores import bands, phases_by_head, rotate_both, rotate_pairs
 from lrpe_fairseq.encodings.rotations.generators import (
+    EIGENBASIS,
+    Eigen,
     Spectrum,
     canonical,
     encode_both,
@@ -45,6 +47,8 @@ MOST = 256  # branches of a tree
 DIGITS = 20  # of a number, that are read
 COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
 FORM = "sequence, treeK or cycleM (K branches, M positions)"
+DEPTH = "the depth of the deepest node is the number of products"
+"""Why trees read values; see ``Encoding.host_reads``."""
 SOURCE = "[Kogkalidis, Bernardy and Garg (2024)](https://arxiv.org/abs/2312.16045)"
 
 
@@ -161,6 +165,8 @@ class Algebraic(QueryKeyEncoding):
         )
         self._text = components
         self.card = _card(trees)
+        own = DEPTH if trees else "", EIGENBASIS if self.options.ape_learned else ""
+        self.host_reads = "; ".join(filter(None, own))
 
     def share_with(self, owner: "Algebraic") -> None:
         """Use the generators of ``owner``, and its caches of their spectra."""
@@ -320,6 +326,15 @@ class Generator(nn.Module):
         self.entries = undecayed(entries.float().contiguous(), learned)
         self.spectrum = Spectrum()
 
+    def train(self, mode: bool = True) -> "Generator":
+        """Set the mode; the next eigenbasis is computed anew."""
+        self.spectrum.forget()
+        return super().train(mode)
+
+    def eigen(self, skew: Tensor) -> Eigen:
+        """Find the eigenbasis of B; see ``rotations.Find``."""
+        return self.spectrum.entry(skew, self.entries)
+
     def forward(self) -> Tensor:
         """Return B, float64."""
         wide = self.entries.double()
@@ -339,13 +354,13 @@ class Sequence(Component):
 
     def fold(self) -> tuple[Tensor, Tensor] | None:
         """Return P and theta of B; see :class:`Component`."""
-        return canonical(self.generator(), self.generator.spectrum)
+        return canonical(self.generator(), self.generator.eigen)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""
         skew = self.generator()
         amounts = positions.flatten().double().expand(len(skew), -1)
-        turned = turn(to_groups(x, 1, positions.dim() == 2), skew, amounts, self.generator.spectrum)
+        turned = turn(to_groups(x, 1, positions.dim() == 2), skew, amounts, self.generator.eigen)
         return from_groups(turned, x.shape, 1)
 
 
@@ -396,7 +411,7 @@ class Orthogonal(nn.Module):
 
     def forward(self) -> Tensor:
         """Return P, float64 (H, d, d)."""
-        return exponential(self.generator(), self.generator.spectrum)
+        return exponential(self.generator(), self.generator.eigen)
 
 
 class Tree(Component):
@@ -416,7 +431,7 @@ class Tree(Component):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""
-        branches = exponential(self.generator(), self.generator.spectrum)
+        branches = exponential(self.generator(), self.generator.eigen)
         branches, positions = branches.expand(-1, self.heads, -1, -1), self._nodes(positions)
         if positions.dim() == 1:
             return tree_turn(x.flatten(0, 1), branches, positions, self._steps).reshape(x.shape)

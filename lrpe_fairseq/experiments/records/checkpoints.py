@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from lrpe_fairseq.experiments.records.files import (
     read_json,
     write_json,
 )
-from lrpe_fairseq.safe_loading import ALLOWED
+from lrpe_fairseq.safe_loading import load, load_sound, require_finite
 
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
@@ -43,47 +42,6 @@ PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoin
 SECTIONS = (*PLAIN, "task", "model", "criterion", "optimizer", "lr_scheduler")
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint, read with torch's safe loading.
-
-    Raises: ValueError, one sentence, if it is absent, damaged or not a checkpoint of fairseq.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a checkpoint in it")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
-    torch.serialization.add_safe_globals(ALLOWED)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises various types
-        raise ValueError(
-            f"{path} does not load: it is damaged, or contains Python objects that could run code "
-            f"({type(error).__name__})"
-        ) from None
-    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
-        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
-    return state
-
-
-def load_sound(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint after verifying the checksums of its archive.
-
-    torch does not verify them, so damaged weights load without an error.
-
-    Raises: ValueError, one sentence, as :func:`load` does, and for a wrong checksum.
-    """
-    state = load(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    return state
-
-
 def require_model(path: Path, *archs: str) -> dict[str, Any]:
     """Return the content of an undamaged checkpoint of one of ``archs`` or one of their presets.
 
@@ -93,11 +51,7 @@ def require_model(path: Path, *archs: str) -> dict[str, Any]:
     found = str(options(state).get("model._name"))
     if not any(found == arch or found.startswith(f"{arch}_") for arch in archs):
         raise ValueError(f"{path} is a checkpoint of {found}, not of {' or '.join(archs)}")
-    for name, tensor in state["model"].items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(
-                f"{path} is of a diverged training: {name} contains values that are not finite"
-            )
+    require_finite(path, state["model"])
     return state
 
 

@@ -11,9 +11,15 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 
-from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.console import command, refused_without
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import choosing, frame, gallery, pages, speed
+
+try:
+    from lrpe_fairseq.experiments.report import choosing, frame, gallery, pages, speed
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(refused_without("docs", error))
 
 Draw = Callable[[Path], None]
 """Draws a picture to a path."""
