@@ -236,8 +236,8 @@ def hopper(monkeypatch):
     loader._triton_kernels.cache_clear()
 
 
-NEEDS_NEW_TRITON = {"flash_triton": True, "stick_triton": True}
-OTHERS = {"causal_triton": False, "encode_triton": False}
+NEEDS_NEW_TRITON = {"flash.flash_triton": True, "flash.stick_triton": True}
+OTHERS = {"linear.causal_triton": False, "encode.encode_triton": False}
 
 
 @pytest.mark.parametrize(("kernels", "needs"), (NEEDS_NEW_TRITON | OTHERS).items())
