@@ -116,7 +116,8 @@ def parts_of(name):
     width, _, kind = grid.partition(":")
     own = {"context_scaling": scaling, "context_factor": 4.0, "context_length": 128}
     floor, _, parameter = angles.partition("-")
-    of_angles = {"angle_floor": floor, "angle_parameter": parameter, "context_length": 128}
+    of_angles = {"angle_floor": floor, "angle_parameter": parameter}
+    of_angles |= {"context_length": 128} if floor != "none" else {}
     own = (own if scaling else {}) | (of_angles if angles else {})
     return name, EncodingOptions(grid_width=int(width or 0), position_grid=kind or "flat", **own)
 
