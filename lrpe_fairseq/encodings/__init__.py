@@ -330,7 +330,7 @@ def _parse_departures(given: str | Collection[str]) -> frozenset[str]:
     return parse_departures(given)
 
 
-register_methods(kinds_of_options(), _parse_departures)
+register_methods(kinds_of_options, _parse_departures)
 
 
 def build_encoding(

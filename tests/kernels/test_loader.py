@@ -310,7 +310,8 @@ def test_vectors_of_every_processor_give_the_same(size, fresh, quick, monkeypatc
 
 SANITIZED = """
 import torch
-from lrpe_fairseq.kernels import causal_cpu as native, loader
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.linear import causal_cpu as native
 from lrpe_fairseq.encodings import build_encoding
 loader.FLAGS = (*loader.FLAGS, '-fsanitize=address', '-O0')
 for keys, values, length in ((6, 3, 70), (16, 16, 32), (34, 17, 300)):

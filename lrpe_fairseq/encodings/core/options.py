@@ -125,7 +125,7 @@ def shortened(value: Any) -> str:
 class _Methods:
     """What the constructors below know of the methods: :func:`register_methods` fills it."""
 
-    kinds: tuple[type, ...] = ()
+    kinds: Callable[[], Collection[type]]
     parse_departures: Callable[[str | Collection[str]], frozenset[str]]
 
 
@@ -133,14 +133,14 @@ _METHODS = _Methods()
 
 
 def register_methods(
-    kinds: Collection[type],
+    kinds: Callable[[], Collection[type]],
     parse_departures: Callable[[str | Collection[str]], frozenset[str]],
 ) -> None:
     """Make the options of all methods known; the package calls it once, when it is imported.
 
-    kinds: the classes of options. parse_departures: see ``fidelity.parse_departures``.
+    kinds: returns the classes of options. parse_departures: see ``fidelity.parse_departures``.
     """
-    _METHODS.kinds = tuple(kinds)
+    _METHODS.kinds = kinds
     _METHODS.parse_departures = parse_departures
 
 
@@ -190,12 +190,13 @@ class EncodingOptions:
 
     def _check_values(self) -> None:
         """Check names and values, and the classes of options as wholes."""
-        known = {own.name: own for kind in _METHODS.kinds for own in fields(kind)}
+        kinds = _METHODS.kinds()
+        known = {own.name: own for kind in kinds for own in fields(kind)}
         for name, value in self.values.items():
             if name not in known:
                 raise ChoiceError(f"no encoding has the option {name!r}{did_you_mean(name, known)}")
             check_option(known[name], value)
-        for kind in _METHODS.kinds:
+        for kind in kinds:
             self.of(kind)
         self._check_length()
 
