@@ -14,7 +14,8 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import Encoding, options_of_encodings
 from lrpe_fairseq.errors import ChoiceError, refuse
-from lrpe_fairseq.patterns import over_layers, values
+from lrpe_fairseq.models.pruning import as_built
+from lrpe_fairseq.patterns import OPTIONS, canonical, over_layers, values
 
 logger = logging.getLogger(__name__)
 
@@ -231,9 +232,10 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
 
     before, now: the configurations of the checkpoint and of this training.
     """
+    models = as_built(_as_dict(before["model"]), _as_dict(now["model"]))
     trained, wanted = (
-        _attention(cfg["model"]) | _image_size(cfg.get("task")) | _learned_positions(cfg)
-        for cfg in (before, now)
+        _attention(model) | _image_size(cfg.get("task")) | _learned_positions(cfg)
+        for model, cfg in zip(models, (before, now), strict=True)
     )
     other = [n for n in trained.keys() & wanted.keys() if trained[n] != wanted[n]]
     if other:
@@ -296,4 +298,6 @@ def _attention(options: Any, section: str = "") -> dict[str, str]:
             found |= _attention(value, f"{section}{name}.")
         elif name in own or (any(x in name for x in OF_ATTENTION) and "dropout" not in name):
             found[section + name] = str(value)
+            if name in OPTIONS:
+                found[section + name] = canonical(value)
     return found
