@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -480,23 +480,40 @@ _OF_TASK = ("tokens_per_sample", "sample_break_mode", "max_positions", "random_b
 """Options of tasks that decide what a sample is, or the order of samples."""
 
 
-_RESUMED = ContextVar[Any]("resumed", default=None)
-"""The configuration of the training that a checkpoint resumes, while it is loaded."""
+class _Training(NamedTuple):
+    """A training that loads a checkpoint. resumes: whether it goes on with its optimizer."""
+
+    cfg: Any
+    resumes: bool
+
+
+_LOADED_BY = ContextVar[_Training | None]("training", default=None)
+"""Set while a training loads a checkpoint."""
 
 
 def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any) -> dict:
-    from lrpe_fairseq.models.checks import check_resumed, check_unfinished, warn_about_yarn
+    from lrpe_fairseq.models.checks import warn_about_yarn
 
     state = original(path, *args, **kwargs)
     if state.get("cfg"):
         warn_about_yarn(path, state["cfg"], args[0] if args else kwargs.get("arg_overrides"))
-    if _RESUMED.get() is not None and state.get("cfg"):
-        check_resumed(path, state["cfg"], _RESUMED.get())
-        check_unfinished(path, state, _RESUMED.get())
+        _check_options(path, state)
     place = (state.get("extra_state") or {}).get("train_iterator")
     if place and state.get("cfg"):
         place[_BATCHES] = _batches_in(state["cfg"])
     return state
+
+
+def _check_options(path: str, state: dict) -> None:
+    """Check the options of a checkpoint against those of the training that loads it, if any."""
+    from lrpe_fairseq.models.checks import check_resumed, check_unfinished
+    from lrpe_fairseq.models.pruning import complete_pruned
+
+    if _LOADED_BY.get() is None:
+        complete_pruned(path, state)
+    elif _LOADED_BY.get().resumes:
+        check_resumed(path, state["cfg"], _LOADED_BY.get().cfg)
+        check_unfinished(path, state, _LOADED_BY.get().cfg)
 
 
 def _batches_in(cfg: Any) -> dict[str, Any]:
@@ -522,7 +539,7 @@ def _load_for_these_batches(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    resumed = _RESUMED.set(None if reset_optimizer else self.cfg)
+    loading = _LOADED_BY.set(_Training(self.cfg, resumes=not reset_optimizer))
     try:
         extra_state = original(self, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
@@ -530,7 +547,7 @@ def _load_for_these_batches(
             refuse(f"the weights of {filename} do not fit this model: train with its options")
         raise
     finally:
-        _RESUMED.reset(resumed)
+        _LOADED_BY.reset(loading)
     place = (extra_state or {}).get("train_iterator")
     before = place.pop(_BATCHES, None) if place else None
     cfg = self.cfg.checkpoint

@@ -23,7 +23,8 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.core.options import flag_of
 from lrpe_fairseq.errors import ChoiceError, refuse
-from lrpe_fairseq.patterns import over_layers, values
+from lrpe_fairseq.models.pruning import as_built
+from lrpe_fairseq.patterns import OPTIONS, canonical, over_layers, values
 
 logger = logging.getLogger(__name__)
 
@@ -323,9 +324,10 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
 
     before, now: the configurations of the checkpoint and of this training.
     """
+    models = as_built(_as_dict(before["model"]), _as_dict(now["model"]))
     trained, wanted = (
-        _read(_attention(cfg["model"])) | _image_size(cfg.get("task")) | _learned_positions(cfg)
-        for cfg in (before, now)
+        _read(_attention(model)) | _image_size(cfg.get("task")) | _learned_positions(cfg)
+        for model, cfg in zip(models, (before, now), strict=True)
     )
     other = [
         n
@@ -405,4 +407,6 @@ def _attention(options: Any, section: str = "") -> dict[str, str]:
             found |= _attention(value, f"{section}{name}.")
         elif name in own or (any(x in name for x in OF_ATTENTION) and "dropout" not in name):
             found[section + name] = str(value)
+            if name in OPTIONS:
+                found[section + name] = canonical(value)
     return found

@@ -28,10 +28,10 @@ from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
-    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
+from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
 from lrpe_fairseq.patterns import over_layers
 
@@ -153,7 +153,7 @@ class LRPELanguageModelTinyConfig(LRPELanguageModelConfig):
 
 
 @register_model("lrpe_lm", dataclass=LRPELanguageModelConfig)
-class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
+class LRPELanguageModel(BooleanFlags, Prunable, TransformerLanguageModel):
     """Decoder-only language model: ``--arch lrpe_lm``."""
 
     @classmethod

@@ -28,11 +28,11 @@ from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
-    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
 from lrpe_fairseq.models.patches import fit_positions
+from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 
@@ -95,7 +95,7 @@ class MaskedLMEncoder(RobertaEncoder):
 
 
 @register_model("lrpe_roberta", dataclass=LRPERobertaConfig)
-class LRPERobertaModel(BooleanFlags, RobertaModel):
+class LRPERobertaModel(BooleanFlags, Prunable, RobertaModel):
     """Encoder-only masked language model: ``--arch lrpe_roberta``."""
 
     @classmethod

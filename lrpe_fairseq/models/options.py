@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from argparse import BooleanOptionalAction
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -167,22 +167,6 @@ def check_stack(options: Any, layers: int, section: str = "") -> None:
             option, found = name.replace("_", "-"), patterns.over_layers(pattern, layers)
             logger.info("%s %s of %d layers: %s", option, pattern, layers, ", ".join(found))
     warn_about_unread(options)
-
-
-def keep_patterns(options: Any, layers: int, kept: Sequence[int] | str | None) -> None:
-    """Write the patterns of the layers ``kept`` of a stack, in full, into its options.
-
-    kept: indices, as a sequence or separated by commas. If there are at least ``layers`` of them,
-    the stack was pruned before, and nothing changes.
-    """
-    kept = kept.split(",") if isinstance(kept, str) else kept
-    if not kept or len(kept) >= layers:
-        return
-    for name in patterns.OPTIONS:
-        pattern = getattr(options, name, "0")
-        if len(patterns.values(pattern)) > 1:
-            every = patterns.over_layers(pattern, layers)
-            setattr(options, name, ",".join(every[int(layer)] for layer in kept))
 
 
 class BooleanFlags:
