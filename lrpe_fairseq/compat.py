@@ -296,8 +296,8 @@ def resume_where_the_data_were_left() -> None:
     A task whose batches depend on the size of an update sets ``ordered_by_updates``.
 
     Break: a training with another encoding in the same folder resumes silently from the weights of
-    the first, where the shapes allow it. With ``--reset-optimizer`` or ``--finetune-from-model``
-    nothing is refused.
+    the first, where the shapes allow it, and so does one that starts from them with
+    ``--restore-file`` and ``--reset-optimizer``. ``--finetune-from-model`` only warns.
     """
     replace_once(checkpoint_utils, "load_checkpoint_to_cpu", _load_with_batches)
     _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_batches)
@@ -506,14 +506,17 @@ def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any)
 
 def _check_options(path: str, state: dict) -> None:
     """Check the options of a checkpoint against those of the training that loads it, if any."""
-    from lrpe_fairseq.models.checks import check_resumed, check_unfinished
+    from lrpe_fairseq.models.checks import check_resumed, check_started, check_unfinished
     from lrpe_fairseq.models.pruning import complete_pruned
 
-    if _LOADED_BY.get() is None:
+    training = _LOADED_BY.get()
+    if training is None:
         complete_pruned(path, state)
-    elif _LOADED_BY.get().resumes:
-        check_resumed(path, state["cfg"], _LOADED_BY.get().cfg)
-        check_unfinished(path, state, _LOADED_BY.get().cfg)
+    elif training.resumes:
+        check_resumed(path, state["cfg"], training.cfg)
+        check_unfinished(path, state, training.cfg)
+    else:
+        check_started(path, state["cfg"], training.cfg)
 
 
 def _batches_in(cfg: Any) -> dict[str, Any]:

@@ -15,6 +15,9 @@ With several GPUs fairseq starts one process per GPU. A signal ends their parent
 then interrupt them; Linux is asked to send them SIGUSR1 instead, on which they save. Ctrl-C reaches
 the processes that load data, too; they ignore it, because the training still needs them.
 
+Of several processes, those that lose another one end with one sentence, not with an error of the
+communication library.
+
 Stock fairseq trains a finished checkpoint for one more update and writes it again.
 """
 
@@ -23,10 +26,13 @@ import functools
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -40,6 +46,8 @@ TOGETHER = 0.5
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*STOPPING, signal.SIGUSR1)
+LOST = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNORECASE)
+"""Errors of torch.distributed whose other processes are gone; they have no type of their own."""
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 logger = logging.getLogger(__name__)
@@ -135,7 +143,31 @@ def _load_with_workers_shielded(load: Any, *arguments: Any, **keywords: Any) -> 
     """Run fairseq's ``load_checkpoint``; it may start data-loading workers."""
     if threading.current_thread() is threading.main_thread():
         _handlers.shield_workers()
-    return load(*arguments, **keywords)
+    with lost_processes_in_one_sentence():
+        return load(*arguments, **keywords)
+
+
+@contextmanager
+def lost_processes_in_one_sentence() -> Iterator[None]:
+    """Turn the error of a collective operation whose other processes are gone into one sentence.
+
+    The exit status is 1, because the input is not to blame.
+    """
+    distributed = torch.distributed
+    try:
+        yield
+    except RuntimeError as error:
+        several = distributed.is_available() and distributed.is_initialized()
+        known = isinstance(error, distributed.DistError) if several else False
+        if not several or not (known or LOST.search(str(error))):
+            raise
+        reason = " ".join(str(error).split("\n")[0].split())
+        said = (
+            f"another process of this training ended or does not answer ({reason}): its own output "
+            "says why; the same command resumes from the last checkpoint"
+        )
+        print(f"lrpe_fairseq: {said}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 def _train_with_handlers(
@@ -160,7 +192,8 @@ def _train_with_handlers(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))
     ended = True
     try:
-        losses, ended = train(cfg, trainer, task, epoch_itr, *arguments)
+        with lost_processes_in_one_sentence():
+            losses, ended = train(cfg, trainer, task, epoch_itr, *arguments)
         ended = ended or 0 < cfg.optimization.max_epoch < epoch_itr.next_epoch_idx
     finally:
         if ended:

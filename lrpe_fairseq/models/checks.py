@@ -23,7 +23,7 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.core.options import flag_of
 from lrpe_fairseq.errors import ChoiceError, refuse
-from lrpe_fairseq.models.pruning import as_built
+from lrpe_fairseq.models.pruning import as_built, is_ours
 from lrpe_fairseq.patterns import OPTIONS, canonical, over_layers, values
 
 logger = logging.getLogger(__name__)
@@ -318,24 +318,22 @@ OF_ATTENTION = (
 """Parts of the names of options that choose a model's attention, beside those of encodings."""
 
 
+WITHOUT_WEIGHTS = ("memory_length", "document_boundary")
+"""Options of attention that no weight depends on."""
+
+
 def check_resumed(path: str, before: Any, now: Any) -> None:
     """Refuse to resume a training with another encoding, attention, memory, document boundary,
     size of images or number of learned positions. Options that nothing reads may differ.
 
     before, now: the configurations of the checkpoint and of this training.
     """
-    models = as_built(_as_dict(before["model"]), _as_dict(now["model"]))
     trained, wanted = (
-        _read(_attention(model)) | _image_size(cfg.get("task")) | _learned_positions(cfg)
-        for model, cfg in zip(models, (before, now), strict=True)
+        attention | _image_size(cfg.get("task")) | _learned_positions(cfg)
+        for attention, cfg in zip(_attentions(before, now), (before, now), strict=True)
     )
-    other = [
-        n
-        for n in trained.keys() & wanted.keys()
-        if trained[n] != wanted[n] and (trained[n], wanted[n]) != RENAMED
-    ]
-    if other:
-        had, has = (", ".join(f"{n}={x[n]}" for n in sorted(other)) for x in (trained, wanted))
+    had, has = _differences(trained, wanted)
+    if had:
         refuse(
             f"{path} was trained with {had}; this training has {has}: choose another --save-dir, "
             "or if the weights fit, start from them with --finetune-from-model"
@@ -353,6 +351,53 @@ def _read(found: dict[str, str]) -> dict[str, str]:
         if not unread and not (stock and section == "cross" and last not in STOCK):
             kept[name] = value
     return kept
+
+
+def check_started(path: str, before: Any, now: Any) -> None:
+    """Refuse to start a training from weights of another encoding or attention, unless it says so.
+
+    ``--finetune-from-model`` says so, and gets a warning. ``--restore-file`` with
+    ``--reset-optimizer`` does not. Memory and document boundary may be others, because no weight
+    depends on them. before, now: as in :func:`check_resumed`.
+    """
+    trained, wanted = (
+        {name: value for name, value in found.items() if name not in WITHOUT_WEIGHTS}
+        for found in _attentions(before, now)
+    )
+    had, has = _differences(trained, wanted)
+    if not had:
+        return
+    said = f"{path} was trained with {had}; this training has {has}"
+    if path == now["checkpoint"]["finetune_from_model"]:
+        logger.warning("%s", said)
+        return
+    refuse(
+        f"{said}: train with the options of the checkpoint, or if the weights fit, start from them "
+        "with --finetune-from-model instead of --restore-file"
+    )
+
+
+def _attentions(before: Any, now: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the options of attention of two configurations, those of the layers that were built.
+
+    They are empty if one of the two is not of a model of this package.
+    """
+    models = _as_dict(before["model"] or {}), _as_dict(now["model"] or {})
+    if not all(map(is_ours, models)):
+        return {}, {}
+    trained, wanted = (_read(_attention(model)) for model in as_built(*models))
+    return trained, wanted
+
+
+def _differences(trained: dict[str, str], wanted: dict[str, str]) -> tuple[str, str]:
+    """Return the options that both have with different values, as text; empty if there are none."""
+    other = sorted(
+        name
+        for name in trained.keys() & wanted.keys()
+        if trained[name] != wanted[name] and (trained[name], wanted[name]) != RENAMED
+    )
+    had, has = (", ".join(f"{n}={x[n]}" for n in other) for x in (trained, wanted))
+    return had, has
 
 
 def check_unfinished(path: str, state: dict[str, Any], now: Any) -> None:

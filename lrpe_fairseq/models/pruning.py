@@ -97,8 +97,6 @@ def as_built(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any
     If the training prunes and the options of the checkpoint say nothing of it, the checkpoint is
     pruned when it is loaded, or an older version wrote it after pruning without recording it.
     """
-    if not is_ours(before) or not is_ours(now):
-        return before, now
     saved, training = _config(before), _config(now)
     for side in SIDES:
         listed = kept_layers(training, side)

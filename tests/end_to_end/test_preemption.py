@@ -1,5 +1,6 @@
 """A training saves a checkpoint and exits on SIGINT, SIGTERM or SIGUSR1, and resumes from it."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from tests.end_to_end.commands import (
     run,
     run_here,
     saved,
+    side_by_side,
     signalled,
     user_dir,
     words,
@@ -230,6 +232,34 @@ def test_of_two_processes_one_is_told_and_both_end_at_the_same_update(corpus, tm
     assert process.returncode != 0
     reached = saved(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
     assert 5 <= reached < UPDATES
+
+
+def test_a_process_that_loses_another_one_says_so_in_one_sentence(corpus, tmp_path):
+    killed = """
+import os, signal
+import lrpe_fairseq.models
+from fairseq.trainer import Trainer
+step = Trainer.train_step
+def lost(trainer, *given, **named):
+    if trainer.get_num_updates() == 3 and trainer.data_parallel_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, *given, **named)
+Trainer.train_step = lost
+"""
+    plugin = user_dir(tmp_path / "killed", killed)
+    group = f"--distributed-init-method file://{tmp_path}/group --distributed-no-spawn "
+    group += "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
+    command = training(corpus, tmp_path / "saved", plugin, group, "--disable-validation")
+    ranks = [words([*command, "--distributed-rank", rank]) for rank in range(2)]
+    first, second = side_by_side(
+        *(functools.partial(run_forked, "fairseq_cli.train", rank) for rank in ranks)
+    )
+    assert second.returncode == -signal.SIGKILL
+    assert first.returncode == 1
+    assert "Traceback" not in first.stdout + first.stderr
+    said = [line for line in first.stderr.splitlines() if line.startswith("lrpe_fairseq: ")]
+    assert len(said) == 1
+    assert "another process of this training ended or does not answer" in said[0]
 
 
 @pytest.mark.exhaustive
