@@ -154,4 +154,4 @@ def test_readme_names_the_command_of_the_tests_which_installs_what_they_need():
     assert "`make test` runs the tests" in (ROOT / "README.md").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "\ntest: $(TOOLS)" in makefile
-    assert "'.[plugin,experiments,test]'" in makefile
+    assert "'.[plugin,experiments,hf,test]'" in makefile
