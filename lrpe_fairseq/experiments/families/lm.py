@@ -37,6 +37,8 @@ class LMRun(TrainingRun):
         "pg19": "data-prep/books/prepare.py pg19",
         "gutenberg": "data-prep/gutenberg/prepare.py",
         "gutenberg-first-1": "data-prep/gutenberg/prepare.py --shards 1",
+        "books4096": "data-prep/gutenberg/prepare.py --shards 1 --vocab-size 4096 "
+        "--held-out-books 6 14",
     }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: Evaluations = EVERYTHING
