@@ -2,8 +2,6 @@
 
 import csv
 import io
-import re
-import subprocess
 
 import pytest
 import yaml
@@ -14,7 +12,6 @@ from lrpe_fairseq.experiments.report import choosing, frame, pages
 from lrpe_fairseq.experiments.report.frame import Results
 from tests.report.test_frame import MEANS, checkout, column, measured, save
 
-MOST = {"README.md": 900, "docs/choosing.md": 2000, "results/README.md": 700}
 """Words, at most."""
 
 
@@ -137,14 +134,3 @@ def test_the_statements_of_this_repository_name_rows_and_columns_that_exist():
         assert at.column(given["column"])
         assert all(at.row(label).has(at.column(given["column"])) for label in given["others"])
         assert at.row(given["first"])
-
-
-def test_every_page_has_at_most_its_words():
-    command = ["git", "ls-files", "*.md"]
-    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in tracked.split()}
-    words = {path: len(text.split()) for path, text in texts.items()}
-    for path, count in words.items():
-        if re.fullmatch(r"results/[\w-]+\.md", path) or path in MOST:
-            assert count <= MOST.get(path, 900), path
-    assert sum(words.values()) <= 36_000
