@@ -23,6 +23,7 @@ FEWER = {  # configuration -> GPUs of 8 that are used
     "lra-image": 5,  # 100 samples
     "wikitext2": 4,  # 4 blocks of text
     "wikitext2-annealed": 4,
+    "medium": 4,
     "multi30k": 4,  # a sentence may have as many tokens as the batches of 4 GPUs
     "multi30k-annealed": 4,
     "wmt14-en-de": 4,

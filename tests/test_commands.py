@@ -21,6 +21,7 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "eval_mt": "{absent}/a.pt {absent}",
     "export": "{absent}/a.pt {absent}",
     "finetune_glue": "{absent}/a.pt RTE",
+    "ngrams": "{absent}",
     "run_table": "table0",
     "score_lm": "{absent}/a.pt {absent} test blocks-64 --out {absent}/o.json",
     "train_row": "table2 Nobody linear",

@@ -173,6 +173,24 @@ def chosen(arguments):
     return run_table._select(table, options)
 
 
+@pytest.mark.parametrize("name", ["contrast", "medium"])
+def test_a_selection_trains_each_row_with_every_rate_and_a_seed_that_is_not_reported(name):
+    def settings(run):
+        """What a row sets, apart from what the selection decides."""
+        model = run.settings().model
+        return run.attention_type, run.position_encoding, model.get("attention_normalizer")
+
+    reported, tried = chosen([name, "--seeds", "2"]), chosen([f"{name}-selection", "--seeds", "2"])
+    assert {run.seed for run in reported} == {1, 2}
+    assert {run.seed for run in tried} == {0}
+    rates: dict = {}
+    for run in tried:
+        rates.setdefault(settings(run), set()).update(run.settings().optimization.lr)
+    assert rates.keys() == {settings(run) for run in reported}
+    assert set(map(frozenset, rates.values())) == {frozenset([0.002, 0.004, 0.008])}
+    assert max(run.max_update() for run in tried) < min(run.max_update() for run in reported)
+
+
 def test_missing_data_is_reported_with_the_command_that_makes_it():
     data = Path("nowhere/wikitext-2-bpe")
     with pytest.raises(UserError, match=r"run .*data-prep/wikitext/prepare.py wikitext-2 --level"):

@@ -92,6 +92,36 @@ def test_paired_protocols_score_the_same_tokens_at_every_length():
         assert windows(f"truncated-{length}", tokens) == found
 
 
+def test_repeated_spans_are_the_same_for_every_distance():
+    block, tokens = 16 * T, 1000
+    wanted = [t for end in range(2 * block, tokens + 1, block) for t in range(end - 48, end)]
+    for distance in (48, 100, block):
+        found, protocol = windows(f"repeated-{distance}", tokens), Protocol.parse("repeated-48")
+        assert [t for w in found for t in range(w.first, w.end)] == wanted
+        assert {w.end - w.start for w in found} == {distance + 48}
+        assert all(w.start >= 0 for w in found)
+        assert protocol.count(tokens, T) == len(wanted)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("distance", [48, 60])
+def test_the_gain_of_a_repeated_span_is_that_of_a_text_with_a_copy_in_it(
+    corpus, attention, distance
+):
+    model = model_of(corpus, attention, "rope")
+    text, own, gains = text_of(model, 500), windows(f"repeated-{distance}", 500), []
+    for window in own:
+        copied = text.clone()
+        copied[window.start : window.start + 48] = text[window.first : window.end]
+        pair = [by_hand(model, words, [window]) for words in (text, copied)]
+        gains.append((pair[0] - pair[1]).double().mean().item() * math.log(2))
+    found = scoring.evaluate(model, text, 2, T, [f"repeated-{distance}"])[f"repeated-{distance}"]
+    assert found["gain"] == pytest.approx(sum(gains) / len(gains), abs=1e-6)
+    assert found["gain_low"] <= found["gain"] <= found["gain_high"]
+    assert found["tokens"] == 48 * len(own)
+    assert not any(name.startswith(("delta", "ppl")) for name in found)
+
+
 def test_no_window_of_documents_crosses_the_start_of_one():
     starts, found = [0, 5, 64, 70], Protocol.parse("documents-16")
     windows_ = list(found.windows(100, T, starts))
@@ -110,6 +140,11 @@ def test_a_protocol_that_does_not_fit_is_refused():
             windows(f"paired-{length}", 1000)
     with pytest.raises(ValueError, match="needs a block of 128 tokens, but the text has 127"):
         windows("paired-64", 127)
+    for distance in (47, 16 * T + 1):
+        with pytest.raises(ValueError, match=f"from 48, .* to 128, .* not {distance}"):
+            windows(f"repeated-{distance}", 1000)
+    with pytest.raises(ValueError, match="need two blocks of 128 tokens, but the text has 255"):
+        windows("repeated-48", 255)
 
 
 def model_of(corpus, attention, encoding, normalizer="rotated"):
@@ -367,8 +402,9 @@ def test_learned_positions_beyond_their_length_and_scaling_without_rotations_are
     rope = {"model.position_encoding": "rope"}
     without = "model.no_token_positional_embeddings"
     learned = {**rope, "model.decoder_learned_pos": True, without: False}
-    with pytest.raises(UserError, match="none beyond the 256 tokens of its training, so it cannot"):
-        lm.require_positions(learned, 256, wanted)
+    for refused in (wanted, [Protocol.parse("repeated-256")]):
+        with pytest.raises(UserError, match="none beyond the 256 tokens of its training, so it "):
+            lm.require_positions(learned, 256, refused)
     lm.require_positions(learned, 512, wanted)
     lm.require_positions({**learned, without: True}, 256, wanted)
     lm.require_positions({**rope, "model.decoder_learned_pos": False}, 256, wanted)
@@ -383,8 +419,12 @@ def test_paired_protocols_may_count_other_tokens_than_the_whole_split():
         measured = {name.replace("_", "-"): {"ppl": 9.0, "tokens": n} for name, n in counts.items()}
         return a_record(metrics={"test": measured}, protocol=dict.fromkeys(measured, "One."))
 
-    validate(run(blocks_64=1000, tail_64_8=1000, paired_64=64, truncated_64=64))
-    for bad in ({"blocks_64": 1000, "tail_64_8": 999}, {"paired_64": 64, "paired_128": 65}):
+    validate(run(blocks_64=1000, tail_64_8=1000, paired_64=64, truncated_64=64, repeated_48=96))
+    for bad in (
+        {"blocks_64": 1000, "tail_64_8": 999},
+        {"paired_64": 64, "truncated_128": 65},
+        {"repeated_48": 48, "repeated_64": 96},
+    ):
         with pytest.raises(ValueError, match="counts different tokens"):
             validate(run(**bad))
 

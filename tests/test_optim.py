@@ -131,6 +131,36 @@ def test_lrpe_cosine_counts_from_the_first_update():
     assert rates == pytest.approx([0.0, 0.05, 0.095, *top])
 
 
+def trapezoid(updates, **options):
+    chosen = {"_name": "lrpe_trapezoid", "warmup_updates": 20, **options}
+    merged = {"lr_scheduler": chosen, "optimization": {"max_update": updates}}
+    known = OmegaConf.merge(config(), merged)
+    return lr_scheduler.build_lr_scheduler(known.lr_scheduler, trained("float32", model()))
+
+
+def test_the_trapezoid_rises_stays_and_falls_linearly_to_zero():
+    schedule, longer = trapezoid(300), trapezoid(600)
+    rates = [schedule.step_update(n) for n in (0, 9, 19, 100, 240, 270, 299, 300)]
+    assert rates == pytest.approx([0.005, 0.05, 0.1, 0.1, 0.1, 0.05, 0.1 / 60, 0.0])
+    until_the_decay = range(241)
+    assert [schedule.step_update(n) for n in until_the_decay] == [
+        longer.step_update(n) for n in until_the_decay
+    ]
+    assert schedule.step_update(241) < longer.step_update(241)
+    assert trapezoid(300, warmup_init_lr=0.02).step_update(9) == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"decay_share": 0.0}, "--decay-share must be above 0"),
+     ({"decay_share": 1.5}, "--decay-share must be above 0"),
+     ({"warmup_updates": 241}, "does not end before the decay")],
+)  # fmt: skip
+def test_a_trapezoid_without_room_is_refused(options, said):
+    with pytest.raises(Refusal, match=said):
+        trapezoid(300, **options)
+
+
 HALVES = {  # the loss scaler doubles its scale at the updates 3 and 6
     "bf16": ("lrpe_adam", torch.bfloat16, {"bf16": True}),
     "fp16": ("adam", torch.half, {"fp16": True}),

@@ -13,6 +13,7 @@ from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.folders import data_home, joined_shards
 from lrpe_fairseq.experiments.data.pieces import SPM, SentencePiece, obtain_gpt2, write_dictionary
 from lrpe_fairseq.experiments.families import lm
+from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import first_shard, shards_of
 from tests.test_data_prep import counted, load, refusal, same_bytes, sentence, serving, unpacked
 from tests.test_glue import gpt2_files
@@ -184,20 +185,26 @@ def test_pg19_is_read_from_a_folder_or_downloaded_and_a_part_has_its_own_name(tm
     assert folders.dataset_name(tmp_path / "web") == "pg19-first-3-gpt2"
 
 
-def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(tmp_path):
-    """Compressed files in 300 pieces, of which 256 are bytes; test has letters that train lacks."""
-    dest, rng, sha256 = tmp_path / "data", random.Random(0), {}
+def small_books(folder):
+    """Write compressed books, and return the checksums; test has letters that train lacks."""
+    rng, sha256 = random.Random(0), {}
     for name, count in {"train-00": 4, "train-01": 3, "valid": 2, "test": 3}.items():
         lines = []
         for number in range(count):
             lines += [f"<|book|> Title {number} — Author", "", "  CHAPTER  I ", *([""] * number)]
             lines += [sentence(rng) for _ in range(40)]
         lines += ["λόγος, naïve"] * (name == "test")
-        file = tmp_path / f"{name}.txt.xz"
+        file = folder / f"{name}.txt.xz"
         file.write_bytes(lzma.compress("\n".join(lines).encode() + b"\n"))
         sha256[name] = prep.digest(file)
+    return sha256
+
+
+def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(tmp_path):
+    """Compressed files in 300 pieces, of which 256 are bytes."""
+    dest, sha256 = tmp_path / "data", small_books(tmp_path)
     made = shelves.prepare(dest, tmp_path, 1, vocab_size=300, sha256=sha256)
-    assert folders.dataset_name(dest) == "gutenberg-first-1-bpe"
+    assert folders.dataset_name(dest) == "gutenberg-first-1-bpe300"
     for split, books_ in {"train": 4, "valid": 2, "test": 3}.items():
         text = (dest / "text" / f"{split}.txt").read_text().splitlines()
         counts, index = made["splits"][split], (dest / "documents" / f"{split}.tsv").read_text()
@@ -214,3 +221,22 @@ def test_books_keep_their_marks_and_titles_and_no_text_is_unknown(tmp_path):
     assert decoded == "λόγος, naïve"
     found = lm.with_words({"loss": 2.0, "tokens": 100}, dest, "test")["word_ppl"]
     assert found == pytest.approx(2 ** (200 / made["splits"]["test"]["words"]))
+
+
+def test_the_first_held_out_books_are_a_data_set_of_their_own(tmp_path):
+    sha256 = small_books(tmp_path)
+    usual = {"vocab_size": 300, "sha256": sha256}
+    whole = shelves.prepare(tmp_path / "whole", tmp_path, 1, **usual)
+    part = shelves.prepare(tmp_path / "part", tmp_path, 1, held_out=(1, 2), **usual)
+    assert folders.dataset_name(tmp_path / "part") == "gutenberg-first-1-bpe300-valid1-test2"
+    assert part["splits"]["train"] == whole["splits"]["train"]
+    found = {split: own["documents"] for split, own in part["splits"].items()}
+    assert found == {"train": 4, "valid": 1, "test": 2}
+    for split in ("valid", "test"):
+        texts = [
+            (tmp_path / name / "text" / f"{split}.txt").read_text() for name in ("whole", "part")
+        ]
+        assert texts[0].startswith(texts[1])
+        assert texts[0] != texts[1]
+    with pytest.raises(UserError, match="at least one book"):
+        shelves.prepare(tmp_path / "none", tmp_path, 1, held_out=(0, 2), **usual)

@@ -2,6 +2,8 @@
 
     python data-prep/gutenberg/prepare.py --from FOLDER --dest data/gutenberg
     python data-prep/gutenberg/prepare.py --from FOLDER --shards 1 --dest data/gutenberg-first-1
+    python data-prep/gutenberg/prepare.py --from FOLDER --shards 1 --vocab-size 4096 \
+        --held-out-books 6 14 --dest data/books4096
 
 See the README in this folder for the source, the cleaning and the counts.
 """
@@ -9,7 +11,7 @@ See the README in this folder for the source, the cleaning and the counts.
 import itertools
 import lzma
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus as prep
@@ -57,10 +59,23 @@ def lines_of(sources: Sequence[Path]) -> Iterator[str]:
                     yield collapsed
 
 
-def join(sources: Sequence[Path], text: Path, documents: Path) -> None:
-    """Write the books as one text, and the first line (from 0) and title of each book."""
+def first_books(lines: Iterable[str], books: int | None) -> Iterator[str]:
+    """Yield the lines of the first ``books`` books, or of all of them."""
+    seen = 0
+    for line in lines:
+        seen += line.startswith(BOOK)
+        if books is not None and seen > books:
+            return
+        yield line
+
+
+def join(sources: Sequence[Path], text: Path, documents: Path, books: int | None = None) -> None:
+    """Write the books as one text, and the first line (from 0) and title of each book.
+
+    books: only the first ones.
+    """
     with atomic_write(text) as out, atomic_write(documents) as index:
-        for number, line in enumerate(lines_of(sources)):
+        for number, line in enumerate(first_books(lines_of(sources), books)):
             if line.startswith(BOOK):
                 index.write(f"{number}\t{line.removeprefix(BOOK).strip()}\n")
                 line = BOOK
@@ -68,17 +83,24 @@ def join(sources: Sequence[Path], text: Path, documents: Path) -> None:
 
 
 def run_texts(
-    steps: prep.Steps, sources: Mapping[str, list[Path]], sha256: Mapping[str, str]
+    steps: prep.Steps,
+    sources: Mapping[str, list[Path]],
+    sha256: Mapping[str, str],
+    books: Mapping[str, int] = {},
 ) -> dict[str, Path]:
-    """Step: write ``text/<split>.txt`` and ``documents/<split>.tsv``."""
+    """Step: write ``text/<split>.txt`` and ``documents/<split>.tsv``.
+
+    books: split -> number of its first books, if not all.
+    """
     texts = {split: steps.dest / "text" / f"{split}.txt" for split in sources}
     documents = {split: steps.dest / "documents" / f"{split}.tsv" for split in sources}
 
     def make() -> None:
         for split, paths in sources.items():
-            join(paths, texts[split], documents[split])
+            join(paths, texts[split], documents[split], books.get(split))
 
     reads = {path.name: sha256[name_of(path)] for paths in sources.values() for path in paths}
+    reads |= {f"books of {split}": count for split, count in books.items()}
     steps.run("join", reads, [*texts.values(), *documents.values()], make)
     return texts
 
@@ -123,22 +145,29 @@ def prepare(
     shards: int = 3,
     *,
     vocab_size: int = PIECES,
+    held_out: tuple[int, int] | None = None,
     workers: int = 1,
     sha256: Mapping[str, str] = SHA256,
 ) -> dict:
     """Prepare ``dest`` and return its manifest; finished steps are skipped.
 
-    shards: of train; with fewer than all, the data have a name of their own.
+    shards: of train. held_out: numbers of the first books of valid and test. With fewer shards or
+    books than all, or another number of pieces than usual, the data have a name of their own.
     """
     train = sorted(name for name in sha256 if name.startswith("train-"))
     if not 1 <= shards <= len(train):
         raise UserError(f"--shards is from 1 to {len(train)}, not {shards}.")
+    if held_out is not None and min(held_out) < 1:
+        raise UserError("--held-out-books needs at least one book for each split.")
+    books = dict(zip(("valid", "test"), held_out, strict=True)) if held_out else {}
     part = f"-first-{shards}" if shards < len(train) else ""
-    prep.say(f"gutenberg{part} -> {dest}")
-    steps = prep.Steps(dest, f"gutenberg{part}", "bpe")
+    level = "bpe" if vocab_size == PIECES else f"bpe{vocab_size}"
+    level += "".join(f"-{split}{count}" for split, count in books.items())
+    prep.say(f"gutenberg{part} {level} -> {dest}")
+    steps = prep.Steps(dest, f"gutenberg{part}", level)
     names = {"train": train[:shards], "valid": ["valid"], "test": ["test"]}
     sources = {split: obtain(own, from_dir, sha256) for split, own in names.items()}
-    texts = run_texts(steps, sources, sha256)
+    texts = run_texts(steps, sources, sha256, books)
     tokenizer = run_model(steps, sources["train"][0], sha256, vocab_size)
     pieces.run_pieces(steps, texts, tokenizer, workers)
     return steps.finish(lambda: count(dest, texts))
@@ -152,9 +181,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--from", dest="from_dir", type=Path, required=True, help="folder with the source files"
     )
     parser.add_argument("--shards", type=int, default=3, help="number of shards, at most 3")
+    parser.add_argument("--vocab-size", type=int, default=PIECES, help="number of pieces")
+    parser.add_argument(
+        "--held-out-books",
+        type=int,
+        nargs=2,
+        metavar=("VALID", "TEST"),
+        help="numbers of the first books of valid and of test (default: all)",
+    )
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
     args = parser.parse_args(argv)
-    prepare(args.dest, args.from_dir, args.shards, workers=args.workers)
+    held_out = tuple(args.held_out_books) if args.held_out_books else None
+    prepare(
+        args.dest,
+        args.from_dir,
+        args.shards,
+        vocab_size=args.vocab_size,
+        held_out=held_out,
+        workers=args.workers,
+    )
 
 
 if __name__ == "__main__":

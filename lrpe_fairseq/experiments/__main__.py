@@ -14,6 +14,7 @@ COMMANDS = {
     "eval_classifier": "evaluate:classifier",
     "score_lm": "evaluate:score_lm",
     "eval_glue": "evaluate:eval_glue",
+    "ngrams": "ngrams:main",
     "quickstart": "quickstart:main",
     "doctor": "doctor:main",
     "export": "export:main",

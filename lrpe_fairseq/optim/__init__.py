@@ -1,3 +1,3 @@
 """fairseq optimizers and schedules that stock fairseq does not have."""
 
-from lrpe_fairseq.optim import adam, cosine  # noqa: F401  (registers them)
+from lrpe_fairseq.optim import adam, cosine, trapezoid  # noqa: F401  (registers them)

@@ -12,7 +12,6 @@ from lrpe_fairseq.experiments.report import choosing, frame, pages
 from lrpe_fairseq.experiments.report.frame import Results
 from tests.report.test_frame import MEANS, checkout, column, measured, save
 
-MOST = {"README.md": 900, "docs/choosing.md": 2000, "results/README.md": 700}
 """Words, at most."""
 
 

@@ -7,22 +7,17 @@ published run files of the table are neither read nor changed.
 import argparse
 import dataclasses
 import logging
-import math
 import os
-import statistics
 import time
 import warnings
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from fairseq.data import Dictionary, data_utils
 
-from lrpe_fairseq.experiments.families import load_named, runs
+from lrpe_fairseq.experiments.families import load_named, ngrams, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
-from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative, write_json
+from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.report import frame, pages, plots
@@ -34,7 +29,6 @@ from lrpe_fairseq.models.language_model import LRPELanguageModel
 TABLE, SCALE = "quickstart", "small"
 WORK = ROOT / "runs" / TABLE
 PARALLEL = 2
-LONGEST = 5  # n-grams
 PROMPT, SPACE = "T h e", "\u2581"  # characters are the tokens
 
 
@@ -73,19 +67,30 @@ def show(finished: Sequence[TrainingRun]) -> None:
     table = pages.grid(views[0].table, views)
     print(f"\nTest perplexity per character, lower is better:\n\n{table}")
     print("\nSigns are against the first row (results/README.md); `?` needs SEEDS=3.")
-    counts = counted(first_shard(finished[0].data), LONGEST)
-    write_json(WORK / "ngrams.json", counts)
-    listed = ", ".join(f"{n}-grams {value:.2f}" for n, value in counts.items() if n > 1)
-    print(f"\nCounts of the same text, for comparison: {listed}")
+    counts = counted(finished[0])
+    listed = ", ".join(f"{name} {value:.2f}" for name, value in counts.items())
+    print(f"\nModified Kneser-Ney of the same text, for comparison: {listed}")
     best = min(finished, key=lambda run: measured[run.name]["metrics"]["test"][BLOCKS]["ppl"])
     print(f"\n{best.name} writes:\n{sample(best)}\n")
-    rows = {f"{n}-gram counts": [value] for n, value in counts.items() if n > 1}
+    rows = {name: [value] for name, value in counts.items()}
     for view in views:
         own = {row: f"{view.names[row]}, {view.column.attention}" for row in view.rows}
         rows |= {name: list(view.cells[row].values()) for row, name in own.items()}
     ranked = dict(sorted(rows.items(), key=lambda item: min(item[1])))
     panel = plots.Panel("Test perplexity per character", "lower is better", ranked)
     plots.dots(WORK / "test.png", [panel])
+
+
+def counted(run: TrainingRun) -> dict[str, float]:
+    """Return the test perplexities of n-grams on as many tokens as ``run`` has read, by name."""
+    settings = run.settings()
+    read, length = ngrams.tokens_read(settings), int(settings.task.tokens_per_sample)
+    wanted = ngrams.by_hand(run.data, read, length, (("test", BLOCKS),))
+    [measured] = ngrams.measure([wanted])
+    found = measured["metrics"]["test"][BLOCKS]
+    orders = {f"{n}-grams": found[f"ppl-{n}"] for n in range(2, ngrams.ORDERS + 1)}
+    cache = f"{found['order']}-grams with a cache of {found['cache-window']} characters"
+    return {**orders, cache: found["cache-ppl"]}
 
 
 def sample(run: TrainingRun) -> str:
@@ -96,34 +101,3 @@ def sample(run: TrainingRun) -> str:
     warnings.simplefilter("ignore", UserWarning)  # of memory that is not pinned without a GPU
     text = hub.sample(PROMPT, beam=1, sampling=True, sampling_topk=10)
     return text.replace(" ", "").replace(SPACE, " ")
-
-
-# --- counts of n-grams, a yardstick for small language models ------------------------------------
-
-
-def counted(data: Path, longest: int) -> dict[int, float]:
-    """Return :func:`perplexities` of the split ``test`` of binary fairseq data."""
-    dictionary = Dictionary.load(str(data / "dict.txt"))
-    sets = (data_utils.load_indexed_dataset(str(data / s), dictionary) for s in ("train", "test"))
-    train, test = ([token for i in range(len(s)) for token in s[i].tolist()] for s in sets)
-    return perplexities(train, test, longest)
-
-
-def perplexities(train: Sequence[int], test: Sequence[int], longest: int) -> dict[int, float]:
-    """Return n -> perplexity per token of ``test`` by counts of ``train``, for n up to ``longest``.
-
-    The estimate p of order n is interpolated with p' of order n - 1 by Witten and Bell's rule,
-    p = (count + distinct p') / (total + distinct), with the tokens that follow the same context;
-    order 0 is uniform over the symbols of train. Tokens at the start have shorter contexts.
-    """
-    p, found = [1 / len(set(train))] * len(test), {}
-    for n in range(1, longest + 1):
-        counts = Counter(zip(*(train[i:] for i in range(n)), strict=False))
-        total, distinct = Counter[tuple](), Counter(gram[:-1] for gram in counts)
-        for gram, count in counts.items():
-            total[gram[:-1]] += count
-        for place, gram in enumerate(zip(*(test[i:] for i in range(n)), strict=False), n - 1):
-            if kinds := distinct[gram[:-1]]:
-                p[place] = (counts[gram] + kinds * p[place]) / (total[gram[:-1]] + kinds)
-        found[n] = math.exp(-statistics.fmean(map(math.log, p)))
-    return found

@@ -121,7 +121,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--columns", nargs="+", metavar="TITLE", help="titles of columns (default: all)")
     add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
     add("--datasets", nargs="+", metavar="DATA", help="data sets of a table with several of them")
-    add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
+    add(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help="seeds 1 to N, unless the table has seeds",
+    )
     add("--scale", help="a scale of the table (default: small, or its first without one)")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
     add("--gpus", type=int, metavar="G", help="GPUs per run (default: all with --jobs 1, else 1)")
@@ -148,7 +154,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     labels = options.rows or [row.label for row in table.rows]
     _check_options(options)
     part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
-    seeds = range(1, options.seeds + 1)
+    seeds = table.seeds or range(1, options.seeds + 1)
     found = runs(part, options.scale, seeds)
     if options.columns:
         names = in_columns(part, options.scale, seeds, options.columns)

@@ -335,6 +335,15 @@ def count_binary(prefix: Path) -> dict[str, int]:
     return {"samples": samples, "tokens": tokens, "unknown": int((stored == FAIRSEQ_UNK).sum())}
 
 
+def read_tokens(prefix: Path, limit: int | None = None) -> np.ndarray:
+    """Return the ids in ``prefix``.bin, or its first ``limit`` ones, in order: int64 (N,)."""
+    tokens = int(row_lengths(prefix).sum(dtype=np.int64))
+    width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
+    kind = {2: np.uint16, 4: np.int32}[width]
+    count = tokens if limit is None else min(limit, tokens)
+    return np.fromfile(f"{prefix}.bin", dtype=kind, count=count).astype(np.int64)
+
+
 def count_types(dictionary: Path) -> dict[str, int]:
     """Count a fairseq dictionary: ``size`` is the width of the model's embedding."""
     symbols = [line.rsplit(" ", 1)[0] for line in read_lines(dictionary)]

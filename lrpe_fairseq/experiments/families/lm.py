@@ -37,6 +37,8 @@ class LMRun(TrainingRun):
         "pg19": "data-prep/books/prepare.py pg19",
         "gutenberg": "data-prep/gutenberg/prepare.py",
         "gutenberg-first-1": "data-prep/gutenberg/prepare.py --shards 1",
+        "books4096": "data-prep/gutenberg/prepare.py --shards 1 --vocab-size 4096 "
+        "--held-out-books 6 14",
     }
     next_step: ClassVar[str] = "evaluate with: scripts/eval_lm.sh {best} {data}"
     evaluations: Evaluations = EVERYTHING
@@ -109,7 +111,7 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
             f"position encoding {', '.join(names)} has no rotations to scale: evaluate it without "
             "context scaling"
         )
-    longest = max((protocol.length for protocol in wanted), default=0)
+    longest = max((protocol.longest for protocol in wanted), default=0)
     learned = options.get("model.decoder_learned_pos") and not options.get(
         "model.no_token_positional_embeddings"
     )
@@ -165,7 +167,7 @@ def _complete(
     expected = protocol.count(tokens, trained) if tokens else measured["tokens"]
     if measured["tokens"] != expected:
         raise RunFailed(f"{source}: {measured['tokens']} of {expected} tokens were evaluated")
-    return measured if protocol.is_paired else with_words(measured, data, split)
+    return measured if protocol.is_partial else with_words(measured, data, split)
 
 
 def with_words(measured: Run, data: Path, split: str) -> dict[str, float]:

@@ -176,14 +176,18 @@ def _tail(path: Path) -> str:
 
 def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the logger and the values of every whole line with statistics."""
-    found = []
-    for line in text.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, KeyError):  # of a line that was truncated by a kill
-            if match := JSON.search(line):
-                found.append((match[1], json.loads(match[2])))
-            elif match := SIMPLE.search(line):
-                found.append((match[1], _simple(match[1], match[2])))
-    return found
+    found = map(statistics_of, text.splitlines(keepends=True))
+    return [entry for entry in found if entry is not None]
+
+
+def statistics_of(line: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the logger and the values of a line, or None without statistics or if it was cut."""
+    with contextlib.suppress(ValueError, KeyError):  # of a line that was truncated by a kill
+        if match := JSON.search(line):
+            return match[1], json.loads(match[2])
+        if match := SIMPLE.search(line):
+            return match[1], _simple(match[1], match[2])
+    return None
 
 
 def _simple(kind: str, text: str) -> dict[str, str]:

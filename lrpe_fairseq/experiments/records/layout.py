@@ -101,6 +101,7 @@ class Table:
     """One table.
 
     experiments: folders under results/runs; new runs go to the first, cells are filled from all.
+    seeds: the seeds to train in place of the first ones, such as [0] of a table that only selects.
     scales: scale -> training configuration, in order of display. rows_of: scale -> labels of its
     rows, if it lacks some; the baseline is one of them. options: the options in which cells
     differ, by fairseq's dotted key, each with its default value; ``model.*.fidelity`` is the option
@@ -127,6 +128,7 @@ class Table:
     columns: list[Column]
     rows: list[Row]
     rows_of: dict[str, list[str]] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=list)
     options: Options = field(default_factory=dict)
     same: list[str] = field(default_factory=list)
     fixed: dict[str, str] = field(default_factory=dict)

@@ -10,6 +10,9 @@ others have a length of their own, in their names:
 - ``truncated-L``: ``paired-L`` with attention limited to the last T tokens.
 - ``positions-L``: ``blocks-L``, by position.
 - ``documents-L``: ``blocks-L`` of each document, which begin at its first token.
+- ``repeated-D``: what it gains to have read a span D tokens before. The last 48 tokens of every
+  block of 16 T tokens but the first, from windows of D + 48 tokens, with and without a copy of the
+  span in place of the first 48. The spans are the same for every D.
 
 ``+SCALING-F`` after any of them scales the rotations of the model for the evaluation only:
 ``blocks-512+yarn-4`` is ``--context-scaling yarn --context-factor 4``.
@@ -23,7 +26,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 BLOCKS, SLIDING, TAIL, PAIRED = "blocks", "sliding", "tail", "paired"
-TRUNCATED, POSITIONS, DOCUMENTS = "truncated", "positions", "documents"
+TRUNCATED, POSITIONS, DOCUMENTS, REPEATED = "truncated", "positions", "documents", "repeated"
+KINDS = (BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS, DOCUMENTS, REPEATED)
+SPAN = 48
+"""Tokens of a repeated span."""
 TAIL_STEP = 128
 LONGEST = 16
 """Length of the blocks of paired protocols, in lengths of training."""
@@ -35,7 +41,7 @@ BREAK = 0.1  # nats
 Metrics = Mapping[str, float]
 FORMS = (
     "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L, documents-L, "
-    "each also with context scaling by a factor F: +linear-F, +ntk-F, +yarn-F, "
+    "repeated-D, each also with context scaling by a factor F: +linear-F, +ntk-F, +yarn-F, "
     "+yarn-printed-F"
 )
 SCALED = re.compile(r"(linear|ntk|yarn|yarn-printed)-([1-9]\d*(?:\.\d*[1-9])?)")
@@ -75,8 +81,7 @@ class Protocol:
             return replace(cls.parse(plain), scaling=found[1], factor=float(found[2]))
         kind, *numbers = name.split("-")
         own = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
-        known = kind in (BLOCKS, SLIDING, TAIL, PAIRED, TRUNCATED, POSITIONS, DOCUMENTS)
-        if not known or len(numbers) not in own or not all(map(_is_length, numbers)):
+        if kind not in KINDS or len(numbers) not in own or not all(map(_is_length, numbers)):
             raise ValueError(f"there is no protocol {name!r}; the protocols are {FORMS}")
         length = int(numbers[0]) if numbers else 0
         step = int(numbers[1]) if len(numbers) > 1 else TAIL_STEP if kind == TAIL else 0
@@ -102,6 +107,16 @@ class Protocol:
         """True if it scores only the last tokens of the blocks."""
         return self.kind in (PAIRED, TRUNCATED)
 
+    @property
+    def is_partial(self) -> bool:
+        """True if it scores some of the tokens only."""
+        return self.is_paired or self.kind == REPEATED
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest window; 0 for the length of training."""
+        return self.length + (SPAN if self.kind == REPEATED else 0)
+
     def context_window(self, trained: int) -> int:
         """Return fairseq's --context-window for the length T of training."""
         return trained // 2 if self.kind == SLIDING else 0
@@ -115,6 +130,9 @@ class Protocol:
         if self.is_paired:
             yield from self._paired_windows(tokens, trained)
             return
+        if self.kind == REPEATED:
+            yield from self._repeated_windows(tokens, trained)
+            return
         if self.kind == DOCUMENTS:
             for start, end in itertools.pairwise([*starts, tokens]):
                 for first in range(start, end, self.length):
@@ -127,6 +145,8 @@ class Protocol:
 
     def count(self, tokens: int, trained: int) -> int:
         """Return the number of tokens that an evaluation must score."""
+        if self.kind == REPEATED:
+            return max(0, tokens // (LONGEST * trained) - 1) * SPAN
         return tokens // (LONGEST * trained) * trained if self.is_paired else tokens
 
     def sentence(self, trained: int) -> str:
@@ -160,6 +180,11 @@ class Protocol:
             "losses are in bits. clamped is the fraction of the denominators of linear attention "
             "that are raised to the clamp, over all layers and heads; state counts the numbers "
             "that decoding keeps after a block.",
+            REPEATED: f"The last {SPAN} tokens of every block of {LONGEST * trained} but the "
+            f"first, from a window that begins {length} before them: the same spans for every "
+            "distance. gain is the loss of the text minus the loss with a copy of the span in "
+            f"place of the first {SPAN} tokens, in nats per token, with a 95 % bootstrap interval "
+            "over spans.",
             DOCUMENTS: f"Blocks of {length} tokens of each document, from its first token on; "
             "document_ppl is the geometric mean of the documents' perplexities.",
         }[self.kind]
@@ -177,6 +202,20 @@ class Protocol:
             )
         for end in range(block, tokens + 1, block):
             yield Window(end - self.length, end, end - trained)
+
+    def _repeated_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        block = LONGEST * trained
+        if not SPAN <= self.length <= block:
+            raise ValueError(
+                f"a repeated span needs a distance from {SPAN}, its length, to {block}, {LONGEST} "
+                f"times the length of training, not {self.length}"
+            )
+        if tokens < 2 * block:
+            raise ValueError(
+                f"repeated spans need two blocks of {block} tokens, but the text has {tokens}"
+            )
+        for end in range(2 * block, tokens + 1, block):
+            yield Window(end - SPAN - self.length, end, end - SPAN)
 
 
 def derived(metric: str, measured: Mapping[str, Metrics], length: int) -> float | None:

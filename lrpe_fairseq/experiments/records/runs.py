@@ -27,7 +27,7 @@ from typing import Any
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
-from lrpe_fairseq.experiments.records.protocols import PAIRED, TRUNCATED
+from lrpe_fairseq.experiments.records.protocols import PAIRED, REPEATED, TRUNCATED
 
 Run = dict[str, Any]
 Evaluations = tuple[tuple[str, str], ...]
@@ -201,11 +201,14 @@ def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None
 
 
 def _check_tokens(split: str, protocols: Run) -> None:
-    """Check that protocols count equal tokens: all of the split, or the paired ones."""
+    """Check that protocols count equal tokens: the whole split, the paired, or the repeated."""
     counts = {name: found["tokens"] for name, found in protocols.items() if "tokens" in found}
-    paired = {n for name, n in counts.items() if name.split("-")[0] in (PAIRED, TRUNCATED)}
-    whole = {n for name, n in counts.items() if name.split("-")[0] not in (PAIRED, TRUNCATED)}
-    if len(paired) > 1 or len(whole) > 1:
+    kinds: dict[str, set[int]] = {}
+    for name, count in counts.items():
+        kind = name.split("-")[0]
+        part = PAIRED if kind == TRUNCATED else kind if kind in (PAIRED, REPEATED) else "all"
+        kinds.setdefault(part, set()).add(count)
+    if any(len(found) > 1 for found in kinds.values()):
         raise ValueError(f"the run's metric {split} counts different tokens: {counts}")
 
 

@@ -135,7 +135,7 @@ def verdict(view: ColumnView, first: str, others: list[str]) -> str:
 
 def index(results: Results) -> str:
     """Return results/README.md."""
-    settings = [table for table in results.tables.values() if table.page]
+    settings = [table for table in results.tables.values() if table.page == "settings"]
     known = {name for names in GROUPS.values() for name in names}
     others = [t.name for t in results.tables.values() if t.name not in known and not t.page]
     groups = {

@@ -29,7 +29,8 @@ from lrpe_fairseq.experiments.report.markdown import fixed
 UNNAMED = {
     "model.attention_normalizer", "model.encoder.attention_normalizer",
     "model.decoder.attention_normalizer", "model.no_token_positional_embeddings",
-    "optimization.clip_norm", "model.cross.position_encoding", "task.node_positions", "task._name",
+    "optimization.clip_norm", "optimization.lr", "model.cross.position_encoding",
+    "task.node_positions", "task._name",
 }  # fmt: skip
 """Options that :func:`method` names in its own way, or that follow from the method."""
 MARKS = {orders.BETTER: "✓", orders.WORSE: "✗", orders.TIED: "≈", orders.UNSTABLE: "~"}

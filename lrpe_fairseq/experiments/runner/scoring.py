@@ -23,6 +23,7 @@ from lrpe_fairseq.experiments.records.protocols import (
     DOCUMENTS,
     PAIRED,
     POSITIONS,
+    REPEATED,
     TRUNCATED,
     Protocol,
     Window,
@@ -82,6 +83,8 @@ class _Scorer:
     def metrics(self, protocol: Protocol) -> Metrics:
         """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
         windows = list(protocol.windows(len(self.text), self.trained, self.starts))
+        if protocol.kind == REPEATED:
+            return self._gain(windows)
         counted: Metrics = {}
         if protocol.kind == POSITIONS:  # it counts in every window
             with clamped(self.model, protocol.length) as counted:
@@ -102,6 +105,16 @@ class _Scorer:
         if protocol.kind == DOCUMENTS:
             found |= by_document(bits, self.starts)
         return found
+
+    def _gain(self, windows: Sequence[Window]) -> Metrics:
+        """Return ``gain`` of repeated spans in nats, its interval, and tokens, or ``diverged``."""
+        plain = self.losses(windows)
+        repeated = torch.cat(self._compute(windows, repeated=True))
+        if not (plain - repeated).isfinite().all():
+            return {**scored(math.inf), "tokens": len(plain)}
+        found = differences(plain - repeated, len(windows))
+        named = {name.replace("delta", "gain"): value for name, value in found.items()}
+        return {**named, "tokens": len(plain)}
 
     def _bits_of(self, protocol: Protocol, windows: Sequence[Window]) -> Tensor:
         if protocol.kind == TRUNCATED:
@@ -126,20 +139,26 @@ class _Scorer:
             known[window.start, window.end] = bits
 
     @torch.no_grad()
-    def _compute(self, windows: Sequence[Window]) -> list[Tensor]:
-        """Return the losses of the scored tokens of each window."""
+    def _compute(self, windows: Sequence[Window], repeated: bool = False) -> list[Tensor]:
+        """Return the losses of the scored tokens of each window; see :meth:`_losses_of`."""
         found, tokens = [], TOKENS[next(self.model.parameters()).device.type]
         for length, group in itertools.groupby(windows, lambda w: w.end - w.start):
             equal, step = list(group), max(1, tokens // length)
             for first in range(0, len(equal), step):
-                found += self._losses_of(equal[first : first + step])
+                found += self._losses_of(equal[first : first + step], repeated)
         return found
 
-    def _losses_of(self, batch: Sequence[Window]) -> list[Tensor]:
-        """Return the losses of each of ``batch``, windows of one length."""
+    def _losses_of(self, batch: Sequence[Window], repeated: bool) -> list[Tensor]:
+        """Return the losses of each of ``batch``, windows of one length.
+
+        repeated: a copy of the scored tokens replaces the first tokens of the window.
+        """
         device = next(self.model.parameters()).device
-        tokens = torch.stack([self.before[w.start : w.end] for w in batch]).to(device)
-        features, _ = self.model(tokens, features_only=True)  # B L C
+        tokens = torch.stack([self.before[w.start : w.end] for w in batch])
+        if repeated:
+            for row, window in zip(tokens, batch, strict=True):  # the input begins one token before
+                row[1 : 1 + window.end - window.first] = self.text[window.first : window.end]
+        features, _ = self.model(tokens.to(device), features_only=True)  # B L C
         return [
             _bits(self.model, x[w.first - w.start :], self.text[w.first : w.end].to(device))
             for x, w in zip(features, batch, strict=True)

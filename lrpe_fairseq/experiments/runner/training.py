@@ -23,8 +23,8 @@ from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, l
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.runner import branches, identity, processes
 from lrpe_fairseq.experiments.runner import devices as machine
-from lrpe_fairseq.experiments.runner import identity, processes
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
 from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, Shell
 
@@ -311,6 +311,8 @@ class TrainingRun(ABC):
         config = checkpoints.options(checkpoints.load(self.checkpoints / checkpoints.LAST))
         allowed = seen <= self.max_update()  # a longer training is fine
         longer = {"optimization.max_update"} if allowed else set()
+        if seen <= branches.common_updates(config, self.max_update()):
+            longer = branches.LENGTH
         changed = sorted(self.differences(config) - longer)
         changed += [f"data ({part})" for part in self.other_data(runs.usage(self.folder))]
         if changed:
@@ -346,8 +348,15 @@ class TrainingRun(ABC):
                 checkpoints.require_best(self.checkpoints)
                 measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
-            checkpoints.remove(self.checkpoints, "checkpoint_*_*.pt")  # not the last and the best
+            self._remove_periodic()
         return True
+
+    def _remove_periodic(self) -> None:
+        """Delete the periodic checkpoints, except those that other runs may go on from."""
+        interval = branches.kept(self.settings())
+        for updates, path in checkpoints.periodic(self.checkpoints).items():
+            if not interval or updates % interval:
+                path.unlink()
 
     def _complete(self, known: Run, run: Shell, say: Say) -> bool:
         """Add the missing evaluations to the run file ``known``; False if that is impossible."""
@@ -402,13 +411,31 @@ class TrainingRun(ABC):
         Raises: UserError if the data differ from their manifest.
         """
         folders.verify(self.data)
-        seen = self.ready_to_resume(say)
+        seen = self.ready_to_resume(say) or self.from_trunk(say)
         if seen < self.max_update():
             if not seen:
                 self.log.unlink(missing_ok=True)
                 checkpoints.remember_dictionaries(self.checkpoints, self.data)
             runs.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
         return seen
+
+    def from_trunk(self, say: Say) -> int:
+        """Copy the newest checkpoint of another run that this one shares; return its updates.
+
+        See :mod:`lrpe_fairseq.experiments.runner.branches`. 0: there is none.
+        """
+        if self.settings().lr_scheduler._name != branches.SCHEDULE:
+            return 0
+        for path, updates in branches.candidates(self.folder).items():
+            config = checkpoints.options(checkpoints.load_sound(path))
+            shared = branches.common_updates(config, self.max_update())
+            same = self.differences(config) <= branches.LENGTH
+            other_data = self.other_data(runs.usage(path.parent.parent))
+            if updates <= shared and same and not other_data:
+                branches.copy_trunk(path, self.folder, updates)
+                say(f"going on from {relative(path)}: until update {updates} it is this training")
+                return updates
+        return 0
 
     def lost(self) -> Run:
         """Return what :meth:`measure` returns, for a training that diverged."""
@@ -471,6 +498,8 @@ def shell(children: Children, devices: Devices, lock: int | None = None) -> Shel
 
 
 def _override(key: str, value: Any) -> str:
+    """Return ``key=value`` in hydra's grammar; fairseq has a list of learning rates, by epoch."""
+    value = f"[{value}]" if key == RATE and not isinstance(value, list) else value
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 

@@ -1,0 +1,212 @@
+"""Measure n-grams on the tokens, splits and protocols of language models, as run files.
+
+A run file is ``results/runs/ngrams/<dataset>-<tokens>-in-<T>.json``: n-grams of the first
+``ngrams.tokens`` training tokens, on what models with blocks of T tokens are evaluated on.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lrpe_fairseq.experiments.data import corpus, folders, ngrams
+from lrpe_fairseq.experiments.families import runs
+from lrpe_fairseq.experiments.families.lm import LMRun, with_words
+from lrpe_fairseq.experiments.records import fairseq_log
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard
+from lrpe_fairseq.experiments.records.layout import load_tables
+from lrpe_fairseq.experiments.records.protocols import (
+    REPEATED,
+    TRUNCATED,
+    Protocol,
+    Window,
+)
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment
+
+ORDERS = ngrams.ORDERS
+EXPERIMENT = SCALE = TASK = "ngrams"
+NONE = "none"
+"""Attention and encoding of a run file of n-grams."""
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """N-grams of the first ``tokens`` training tokens of ``data``, for models with blocks of T.
+
+    length: T. evaluations: pairs of split and protocol.
+    """
+
+    data: Path
+    tokens: int
+    length: int
+    evaluations: Evaluations
+
+    @property
+    def result(self) -> Path:
+        """The run file."""
+        name = f"{folders.dataset_name(self.data)}-{self.tokens}-in-{self.length}.json"
+        return ROOT / "results" / "runs" / EXPERIMENT / name
+
+
+class Corpus:
+    """The tokens of the splits of a data folder, read once."""
+
+    def __init__(self, data: Path) -> None:
+        self._home = first_shard(data)
+        self._splits: dict[str, np.ndarray] = {}
+        self.symbols = corpus.count_types(self._home / "dict.txt")["size"]
+
+    def split(self, name: str) -> np.ndarray:
+        """Return the tokens of a split, int64 (N,)."""
+        if name not in self._splits:
+            self._splits[name] = corpus.read_tokens(self._home / name)
+        return self._splits[name]
+
+
+class Fitted:
+    """N-grams of the first ``tokens`` training tokens, and p of the held-out tokens, kept."""
+
+    def __init__(self, texts: Corpus, tokens: int) -> None:
+        self.texts, self.tokens = texts, tokens
+        self._model = ngrams.KneserNey(texts.split("train")[:tokens], texts.symbols)
+        self._alone: dict[str, np.ndarray] = {}
+        self._mixtures: dict[int, ngrams.Mixture] = {}
+        self._mixed: dict[tuple[str, int], np.ndarray] = {}
+        losses = [ngrams.loss(own) for own in self.alone("valid")]
+        self.order = 1 + int(np.argmin(losses))
+
+    def alone(self, split: str) -> np.ndarray:
+        """Return p of every token of a split by every order, (orders, N)."""
+        if split not in self._alone:
+            self._alone[split] = self._model.probabilities(self.texts.split(split))
+        return self._alone[split]
+
+    def mixed(self, split: str, window: int) -> np.ndarray:
+        """Return p of every token of a split with a cache; the weights are fitted to ``valid``."""
+        if window not in self._mixtures:
+            held_out = self.texts.split("valid")
+            self._mixtures[window] = ngrams.Mixture(self._model, self.order, window, held_out)
+        if (split, window) not in self._mixed:
+            found = self._mixtures[window].probabilities(self.texts.split(split))
+            self._mixed[split, window] = found
+        return self._mixed[split, window]
+
+
+def tokens_read(settings: Any) -> int:
+    """Return the training tokens of a language model's configuration: updates times their size."""
+    update = settings.dataset.max_tokens * settings.optimization.update_freq[0]
+    return int(settings.optimization.max_update) * int(update)
+
+
+def yardsticks(data: Path) -> list[Yardstick]:
+    """Return what the tables need that train language models on a data folder of this name."""
+    there = int(corpus.row_lengths(first_shard(data) / "train").sum())
+    found: dict[tuple[int, int], set[tuple[str, str]]] = {}
+    for run in _trainings(data.name):
+        settings = run.settings()
+        key = min(there, tokens_read(settings)), int(settings.task.tokens_per_sample)
+        found.setdefault(key, set()).update(_plain(run.evaluations))
+    return [
+        Yardstick(data, tokens, length, tuple(sorted(evaluations)))
+        for (tokens, length), evaluations in sorted(found.items())
+    ]
+
+
+def _trainings(name: str) -> list[LMRun]:
+    tables = load_tables(CONFIGS / "tables")
+    cells = (runs(table, scale, [1]) for table in tables for scale in table.scales)
+    return [run for own in cells for run in own if isinstance(run, LMRun) and run.data.name == name]
+
+
+def _plain(evaluations: Evaluations) -> set[tuple[str, str]]:
+    """Return the evaluations that score tokens, without a scaling of rotations."""
+    named = {(split, protocol.partition("+")[0]) for split, protocol in evaluations}
+    return {(split, name) for split, name in named if Protocol.parse(name).kind != REPEATED}
+
+
+def measure(wanted: Sequence[Yardstick]) -> Iterator[Run]:
+    """Yield the run files of yardsticks of one data folder; one model is in memory at a time."""
+    texts, fit = Corpus(wanted[0].data) if wanted else None, None
+    for one in wanted:
+        begun = time.monotonic()
+        if fit is None or fit.tokens != one.tokens:
+            fit = Fitted(texts, one.tokens)
+        metrics: Run = {}
+        for split, name in one.evaluations:
+            metrics.setdefault(split, {})[name] = scores(fit, one, split, name)
+        yield _record(one, metrics, len(texts.split("train")), time.monotonic() - begun)
+
+
+def _record(wanted: Yardstick, metrics: Run, there: int, seconds: float) -> Run:
+    names = dict.fromkeys(name for _, name in wanted.evaluations)
+    return {
+        "experiment": EXPERIMENT,
+        "scale": SCALE,
+        "dataset": folders.dataset_name(wanted.data),
+        "task": TASK,
+        "attention_type": NONE,
+        "position_encoding": NONE,
+        "seed": 0,
+        "metrics": metrics,
+        "protocol": {name: _sentence(name, wanted.length) for name in names},
+        "config": {
+            "ngrams.tokens": wanted.tokens,
+            "ngrams.corpus": there,
+            "ngrams.orders": ngrams.ORDERS,
+            "task.tokens_per_sample": wanted.length,
+        },
+        "wall_seconds": round(max(0.1, seconds), 1),
+        "data": folders.checksums(wanted.data, {"train", "valid", *metrics}),
+        **environment(),
+    }
+
+
+def scores(fit: Fitted, wanted: Yardstick, split: str, name: str) -> dict[str, float]:
+    """Return ``ppl`` and ``loss`` of the best order and with a cache, and ``ppl-N`` of every order.
+
+    Metrics with a cache begin with ``cache-``; ``cache-window`` is its size.
+    """
+    protocol = Protocol.parse(name)
+    text = fit.texts.split(split)
+    places = scored_places(protocol.windows(len(text), wanted.length))
+    window = window_of(protocol, wanted.length)
+    losses = {order: ngrams.loss(own, places) for order, own in enumerate(fit.alone(split), 1)}
+    cached = ngrams.loss(fit.mixed(split, window), places)
+    alone, mixed = (
+        {**fairseq_log.scored(loss), "tokens": len(places)} for loss in (losses[fit.order], cached)
+    )
+    if not protocol.is_partial:
+        alone, mixed = (with_words(found, wanted.data, split) for found in (alone, mixed))
+    orders = {f"ppl-{order}": fairseq_log.perplexity(loss) for order, loss in losses.items()}
+    own = {f"cache-{metric}": value for metric, value in mixed.items() if metric != "tokens"}
+    return {**alone, **orders, **own, "order": fit.order, "cache-window": window}
+
+
+def scored_places(windows: Any) -> np.ndarray:
+    """Return the places of the scored tokens of windows in the text, ascending."""
+    parts: list[Window] = list(windows)
+    return np.concatenate([np.arange(w.first, w.end) for w in parts])
+
+
+def window_of(protocol: Protocol, length: int) -> int:
+    """Return the tokens of context that a protocol gives at most, for training blocks of length."""
+    return length if protocol.kind == TRUNCATED else protocol.length or length
+
+
+def _sentence(name: str, length: int) -> str:
+    protocol = Protocol.parse(name)
+    return (
+        f"Modified Kneser-Ney of the order with the lowest validation loss, on the tokens that are "
+        f"scored under this protocol of models: {protocol.sentence(length)} An n-gram reads across "
+        f"blocks. cache: mixed with the frequencies of what followed the same 0, 1 and 2 tokens "
+        f"among the last {window_of(protocol, length)} tokens; the weights are fitted to valid."
+    )
+
+
+def by_hand(data: Path, tokens: int | None, length: int, evaluations: Evaluations) -> Yardstick:
+    """Return a yardstick of all training tokens of a data folder, or of the first ``tokens``."""
+    there = int(corpus.row_lengths(first_shard(data) / "train").sum())
+    return Yardstick(data, min(tokens or there, there), length, tuple(sorted(evaluations)))
