@@ -218,13 +218,15 @@ def _row(dtype: torch.dtype, width: int) -> torch.Tensor:
 FAMILIES = {
     "flash": Family(
         ("lrpe_fairseq.kernels.flash.flash_triton",),
-        tuple(f"lrpe_fairseq.kernels.flash.flash_{n}" for n in ("tiles", "kernels", "triton")),
+        tuple(
+            f"lrpe_fairseq.kernels.flash.flash.flash_{n}" for n in ("tiles", "kernels", "triton")
+        ),
         flash_cases,
     ),
     "stick": Family(
         ("lrpe_fairseq.kernels.flash.flash_triton",),
         tuple(
-            f"lrpe_fairseq.kernels.flash.{name}"
+            f"lrpe_fairseq.kernels.flash.flash.{name}"
             for name in ("stick_kernels", "stick_triton", "flash_tiles", "flash_triton")
         ),
         stick_cases,

@@ -38,8 +38,12 @@ def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
 
 
 def tokens_per_sample(options: Any) -> int:
-    """Return the tokens of a training block in the options of a language model, 0 for others."""
-    return int(getattr(options, "tokens_per_sample", 0) or 0)
+    """Return the tokens of a training block in the options of a language model, 0 for others.
+
+    It is 0, too, in options whose reference to the task is not resolved.
+    """
+    given = getattr(options, "tokens_per_sample", 0) or 0
+    return 0 if isinstance(given, str) and not given.isdigit() else int(given)
 
 
 def _defaults_of_other_layers(options: Any, layer: int) -> dict[str, Any]:
