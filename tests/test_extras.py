@@ -1,9 +1,11 @@
 """Without the packages of an extra, a command says in one sentence which extra it needs."""
 
-import ast
 import importlib
+import re
+import runpy
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -14,6 +16,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 
 MODULES = {  # of packages that are imported by another name
     "fairseq-fixed": {"fairseq", "fairseq_cli", "hydra", "omegaconf"},
+    "hydra-core": {"hydra"},
     "pyyaml": {"yaml"},
     "scikit-learn": {"sklearn"},
     "pillow": {"PIL"},
@@ -36,11 +39,11 @@ EVERY = {module for modules in EXTRAS.values() for module in modules}
 
 
 def test_the_modules_of_the_extras_are_those_of_setup():
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    extras = next(k.value for k in ast.walk(tree) if getattr(k, "arg", "") == "extras_require")
-    packages = ast.literal_eval(extras)
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    packages = setup.call_args.kwargs["extras_require"]
     for extra, modules in EXTRAS.items():
-        names = {word.partition("==")[0].partition(">=")[0] for word in packages[extra]}
+        names = {re.split("[;=>]", word)[0] for word in packages[extra]}
         wanted = {module for name in names for module in MODULES.get(name, {name})}
         assert set(modules) <= wanted
         assert wanted <= EVERY, "a package of an extra that no sentence names"

@@ -71,7 +71,7 @@ def test_a_wrong_option_of_a_shipped_configuration_ends_in_its_sentence(folder, 
     words = ["--config-dir", str(CONFIGS / folder), "--config-name", "text"]
     (tmp_path / "dict.txt").write_text("a 1\n")
     words += [f"task.data={tmp_path}", f"checkpoint.save_dir={tmp_path}/c", "common.cpu=true"]
-    words += ["common.tensorboard_logdir=null", "model.fox_bias=.nan"]
+    words += ["common.tensorboard_logdir=null", "model.fox_bias=nan"]
     ended = run_forked("fairseq_cli.hydra_train", words, cwd=ROOT)
     assert ended.returncode == 2
     everything = ended.stdout + ended.stderr

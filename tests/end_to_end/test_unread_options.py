@@ -124,7 +124,8 @@ def test_a_training_goes_on_without_the_options_that_nothing_reads():
         usual = {"attention_type": "linear", "position_encoding": "rope"}
         cross = {"attention_type": "softmax", "position_encoding": "none"}
         given = {"encoder": usual, "decoder": usual, "cross": cross}
-        return {"model": {n: {**given[n], **model.get(n, {})} for n in given}, "task": {}}
+        sections = {n: {**given[n], **model.get(n, {})} for n in given}
+        return {"model": {"_name": "lrpe_transformer", **sections}, "task": {}}
 
     had = config(encoder={"fox_bias": 3.0}, cross={"encoding_seed": 3, "fidelity": "published"})
     check_resumed("old.pt", had, config(encoder={"fox_bias": 0.0}, cross={"encoding_seed": 0}))
