@@ -123,6 +123,11 @@ def aligned(model: nn.Module) -> nn.Module:
     return model
 
 
+def in_float64(model: nn.Module) -> nn.Module:
+    """A copy in float64."""
+    return copy.deepcopy(model).double()
+
+
 def random_words(rows: int, length: int, seed: int = 0) -> Tensor:
     """Indices of words, int64 (rows, length)."""
     generator = torch.Generator().manual_seed(seed)

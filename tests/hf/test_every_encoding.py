@@ -16,13 +16,14 @@ from tests.hf.models import (
     WITH_LOGITS,
     aligned,
     exported,
+    in_float64,
     logits_of_steps,
     padded_left,
     random_words,
 )
 
-CLOSE = {"rtol": 1e-5, "atol": 2e-5}
-"""A block and single tokens sum in another order."""
+CLOSE = {"rtol": 1e-8, "atol": 1e-9}
+"""In float64: a block and single tokens sum in another order, which small denominators amplify."""
 FREE = [
     (attention, name)
     for prefix, family in FAMILIES.items()
@@ -44,16 +45,15 @@ def test_the_exported_model_has_the_logits_of_fairseq_bit_for_bit(attention, enc
     assert expected.isfinite().all()
     found = aligned(made.model)(tokens).logits
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=0)
-    torch.testing.assert_close(made.model(tokens).logits[real], expected[real], **CLOSE)
+    found = made.model(tokens).logits  # as transformers maps the weights into memory
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_decoding_with_a_cache_is_decoding_without(attention, encoding):
-    model, tokens = (
-        exported(attention_type=attention, position_encoding=encoding).model,
-        random_words(2, 9),
-    )
-    cached, plain = (model.generate(tokens, use_cache=use, **WITH_LOGITS) for use in (True, False))
+    model = exported(attention_type=attention, position_encoding=encoding).model
+    tokens, exact = random_words(2, 9), in_float64(model)
+    cached, plain = (exact.generate(tokens, use_cache=use, **WITH_LOGITS) for use in (True, False))
     assert torch.equal(cached.sequences, plain.sequences)
     torch.testing.assert_close(logits_of_steps(cached), logits_of_steps(plain), **CLOSE)
     beams = [model.generate(tokens, num_beams=3, use_cache=use, **GREEDY) for use in (True, False)]
@@ -62,7 +62,7 @@ def test_decoding_with_a_cache_is_decoding_without(attention, encoding):
 
 @torch.no_grad()
 def test_a_row_padded_on_the_left_continues_as_it_does_alone(attention, encoding):
-    model = exported(attention_type=attention, position_encoding=encoding).model
+    model = in_float64(exported(attention_type=attention, position_encoding=encoding).model)
     rows = [random_words(1, length, seed=length)[0] for length in (9, 4)]
     tokens, mask = padded_left(rows)
     together = model.generate(tokens, attention_mask=mask, **WITH_LOGITS)
