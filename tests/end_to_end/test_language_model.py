@@ -233,7 +233,7 @@ def test_spe_in_two_processes_draws_two_noises_and_resumes_to_the_bit(corpus, tm
     spe = f"{TOGETHER} --attention-type softmax --position-encoding spe --save-interval-updates 1"
     code = """
 import torch
-from lrpe_fairseq.encodings import spe
+from lrpe_fairseq.encodings.rotations import spe
 draw = spe.SineCode.draw
 def drawn(self):
     draw(self)
