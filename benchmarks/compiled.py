@@ -219,14 +219,14 @@ FAMILIES = {
     "flash": Family(
         ("lrpe_fairseq.kernels.flash.flash_triton",),
         tuple(
-            f"lrpe_fairseq.kernels.flash.flash.flash_{n}" for n in ("tiles", "kernels", "triton")
+            f"lrpe_fairseq.kernels.flash.flash_{n}" for n in ("tiles", "kernels", "triton")
         ),
         flash_cases,
     ),
     "stick": Family(
         ("lrpe_fairseq.kernels.flash.flash_triton",),
         tuple(
-            f"lrpe_fairseq.kernels.flash.flash.{name}"
+            f"lrpe_fairseq.kernels.flash.{name}"
             for name in ("stick_kernels", "stick_triton", "flash_tiles", "flash_triton")
         ),
         stick_cases,

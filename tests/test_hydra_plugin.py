@@ -63,7 +63,7 @@ def plugin():
 
 def composed(folder, call):
     """What hydra makes of a call, or the error."""
-    with initialize_config_dir(str(folder), version_base=None):
+    with initialize_config_dir(str(folder), version_base="1.1"):
         try:
             return OmegaConf.to_yaml(compose(call.split()[0], CALLS[call]))
         except HydraException as error:

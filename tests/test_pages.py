@@ -333,7 +333,8 @@ def follow_the_recipe(folder):
     (folder / path).write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
     line = re.search(r"Add the line\*\* `(.*?)` to `ENCODINGS`", text)[1]
     table = folder / "lrpe_fairseq" / "encodings" / "__init__.py"
-    imported = "from lrpe_fairseq.encodings.rotations.generators.yours import Yours"
+    module = path.removesuffix(".py").replace("/", ".")
+    imported = f"from {module} import Yours"
     add_entry(table, "ENCODINGS: dict[str, Constructor] = {\n", line, imported)
 
 
