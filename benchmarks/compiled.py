@@ -38,7 +38,7 @@ from triton.backends.nvidia import compiler as nvidia
 from lrpe_fairseq.kernels import tiles_triton
 from lrpe_fairseq.kernels.encode import encode, encode_triton
 from lrpe_fairseq.kernels.flash import flash_triton, stick_triton
-from lrpe_fairseq.kernels.linear import causal_triton, sweep_triton
+from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "results" / "bench" / "compiled.json"
@@ -188,11 +188,11 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield f"{name}, 64/64", partial(_sweep, dtype, 1, *given)
     for name in ("normalized", "normalized gates", "normalized decay"):
         yield f"{name} in parts, 64/64", partial(_sweep, dtype, 100, *own[name])
-    yield "full, 64/64", partial(_sums, causal_triton.full_sums, dtype, (64, 64))
+    for keys in (64, 128):
+        yield f"full, {keys}/64", partial(_sums, full_triton.full_sums, dtype, (keys, 64))
     wide = {"128/64": (dtype, (128, 64)), "128/128": (dtype, (128, 128))}
     for name, given in {**wide, "float32": (torch.float32, (64, 64))}.items():
         yield f"causal, {name}", partial(_sums, causal_triton.causal_sums, *given, None)
-        yield f"full, {name}", partial(_sums, causal_triton.full_sums, *given)
     gated = partial(_sums, causal_triton.causal_sums, torch.float32, (64, 64), gates)
     yield "gates, float32", gated
 
