@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
+from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.linear import causal, sweep_triton
 from lrpe_fairseq.kernels.loader import launch, on_device
 from lrpe_fairseq.kernels.tiles_triton import cdiv, fits_registers, power_of_two

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.kernels.dispatch import gradients_of
+from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import launch
 from lrpe_fairseq.kernels.tiles_triton import (
