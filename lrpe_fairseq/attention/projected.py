@@ -18,7 +18,7 @@ from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
-from lrpe_fairseq.encodings.core.forms import Fold, Planes
+from lrpe_fairseq.encodings.core.forms import Planes
 from lrpe_fairseq.encodings.core.networks import as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
@@ -193,7 +193,7 @@ class ProjectedAttention(nn.Module):
         if not self.encoding.decomposable:
             return self._project(x, memory, queries)
         source, keys = (x, queries) if memory is None else (memory, keys)
-        fold = self._fold(x, source)
+        fold = self.encoding.fold() if self._folds(x, source) else None
         if fold is None:
             q, k, v = self._project(x, memory, queries)
             q, k = self.encoding.encode_both(q, k, queries.at, keys.at, phi=False)
@@ -203,24 +203,24 @@ class ProjectedAttention(nn.Module):
         q, k = fold.turn(q_planes, k_planes, queries.at, keys.at)
         return q, k, self._mapped(self.v_proj, *stored(source))
 
-    def _fold(self, x: Tensor, source: Tensor) -> Fold | None:
-        """Return the parts of the encoding if P is multiplied into the weights of q and k.
+    def _folds(self, x: Tensor, source: Tensor) -> bool:
+        """True if P is multiplied into the weights of q and k.
 
-        x: the input of the queries; source: that of the keys. None if it is cheaper not to: for
-        fewer tokens than features, and where a GPU encodes q and k in one launch. Also None if a
+        x: the input of the queries; source: that of the keys. False where it is cheaper not to: for
+        fewer tokens than features, and where a GPU encodes q and k in one launch. Also false if a
         projection is more than a linear map (a hook, quantization noise, an adapter), or if a part
         stands between the projections and P.
         """
         if self.q_norm is not None or self.kv_shift is not None:
-            return None
+            return False
         if any(y.shape[0] * y.shape[1] < y.shape[2] for y in (x, source)):
-            return None
+            return False
         if not (is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)):
-            return None
-        # kernels are chosen by one head of the inputs, which have the layout of q and k
+            return False
+        # a kernel is chosen by one head of the inputs, which have the layout of q and k
         q = x[..., : self.head_dim]
         k = q if source is x else source[..., : self.head_dim]
-        return None if self.encoding.has_one_launch(q, k) else self.encoding.fold()
+        return not self.encoding.has_one_launch(q, k)
 
     def _folded(
         self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor

@@ -122,8 +122,8 @@ def test_features_turn_by_the_angles_after_the_floor(name):
     for found, wanted in zip(encoding(q, k, AT, AT), bare(q, k, AT, AT), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     q, k = q.float(), k.float()
-    if kernel := encoding.one_pass(q, k, AT, AT, False):
-        torch.testing.assert_close(kernel(q, k), encoding(q, k, AT, AT), rtol=0, atol=1e-5)
+    encoded = encoding.encode_both(q, k, AT, AT, phi=False)
+    torch.testing.assert_close(encoded, encoding(q, k, AT, AT), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
