@@ -13,7 +13,7 @@ without a file for a configuration. Such a name is refused.
 
 The function that hydra calls for a training computes the value that a sweeper such as Optuna needs,
 and drops it. Here it returns the value, after it has imported ``common.user_dir``: the package
-there may act on the whole training (``lrpe_fairseq/run_state.py``).
+there may act on the whole training (``lrpe_fairseq/compat/run_state.py``).
 
 hydra imports this package in all of its programs. It therefore imports nothing of this project, and
 everything here acts on configurations with fairseq's schema only: any other program of the same

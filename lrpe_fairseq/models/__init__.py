@@ -2,7 +2,8 @@
 
 import fairseq  # noqa: F401  (first, so that the fixes are applied before a model uses it)
 
-from lrpe_fairseq import compat, preemption
+from lrpe_fairseq import compat
+from lrpe_fairseq.compat import preemption
 
 compat.apply()
 preemption.apply()

@@ -22,7 +22,7 @@ from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
-from lrpe_fairseq.compat import replace_once
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, FAMILIES, options_of_encodings
 from lrpe_fairseq.encodings.core.options import POSITION_GRIDS, option
 from lrpe_fairseq.encodings.fidelity import DEPARTURES

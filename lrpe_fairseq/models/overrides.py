@@ -18,7 +18,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, open_dict
 
-from lrpe_fairseq.compat import replace_once
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.errors import did_you_mean, refuse
 from lrpe_fairseq.models.checks import warn_about_other_attention
 from lrpe_fairseq.models.options import options_of

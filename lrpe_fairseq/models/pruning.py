@@ -7,7 +7,7 @@ has more layers than the model.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fairseq.trainer import Trainer
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from lrpe_fairseq import patterns
+from lrpe_fairseq.compat.patching import replace_method
 from lrpe_fairseq.errors import refuse
 
 SIDES = ("encoder", "decoder")
@@ -145,19 +146,16 @@ def keep_patterns(options: Any, layers: int, listed: Any) -> None:
 
 def record_built_options() -> None:
     """Let checkpoints of our models have the options of what was built. Once."""
-    original = Trainer.state_dict
-    if getattr(original, "records", False):
-        return
+    replace_method(Trainer, "state_dict", _state_of_built_model)
 
-    def state_dict(self: Trainer) -> dict[str, Any]:
-        state = original(self)
-        model = state["cfg"].get("model") if isinstance(state["cfg"], dict) else None
-        if isinstance(model, dict) and is_ours(model):
-            state["cfg"] = {**state["cfg"], "model": built_options(model)}
-        return state
 
-    state_dict.records = True
-    Trainer.state_dict = state_dict
+def _state_of_built_model(original: Callable, self: Trainer) -> dict[str, Any]:
+    state = original(self)
+    model = state["cfg"].get("model") if isinstance(state["cfg"], dict) else None
+    if isinstance(model, dict) and is_ours(model):
+        # a copy: the trainer's own configuration stays as it was asked for
+        state["cfg"] = {**state["cfg"], "model": built_options(model)}
+    return state
 
 
 def complete_pruned(path: str, state: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ class LRPEImagesTask(ClassTask):
     """
 
     pairs = False
-    ordered_by_updates = True  # see compat.resume_where_the_data_were_left
+    ordered_by_updates = True  # see compat.resumed_place.resume_where_the_data_were_left
 
     def __init__(self, cfg: ImagesConfig, dictionary: Dictionary) -> None:
         super().__init__(cfg)

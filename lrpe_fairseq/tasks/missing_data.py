@@ -7,7 +7,7 @@ from typing import Any
 import fairseq.tasks
 from fairseq import utils
 
-from lrpe_fairseq.compat import replace_once
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.errors import refuse
 
 

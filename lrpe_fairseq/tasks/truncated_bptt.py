@@ -101,7 +101,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     Raises: Refusal for options that cannot be combined.
     """
 
-    ordered_by_updates = True  # see compat.resume_where_the_data_were_left
+    ordered_by_updates = True  # see compat.resumed_place.resume_where_the_data_were_left
 
     @classmethod
     def setup_task(cls, args: Any, **keywords: Any) -> "LRPETruncatedBPTTTask":
@@ -141,7 +141,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
 
     def before_checkpoint(self, trainer: Any) -> None:
         """Collect the memory of all processes. Each of them calls it before a checkpoint is saved,
-        but only the first one saves (``compat.save_the_state_of_every_process``)."""
+        but only the first one saves (``compat.processes``)."""
         if trainer.data_parallel_world_size == 1:
             return
         states = [None] * trainer.data_parallel_world_size

@@ -2,7 +2,6 @@
 
 ``fairseq-hydra-train -m`` trains several models in one process. fairseq and this package keep state
 in module globals, which belongs to one training; :func:`run` puts it back at both ends of each.
-``compat`` lets fairseq start every command through it.
 """
 
 import logging
@@ -16,9 +15,11 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics, progress_bar
 
 from lrpe_fairseq.attention import projected
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.kernels import loader
 
 LOGGERS = ("fairseq_cli.train", progress_bar.__name__)
@@ -27,6 +28,20 @@ VALUES = "valid"
 """The aggregator that fairseq-hydra-train reads for a sweeper: means over all validations."""
 SAID_ONCE = ((projected.__name__, "_warn_once"), ("lrpe_fairseq.models.checks", "_warn_once"))
 """Cached functions of this package that log or warn; a cache makes them do so once per text."""
+
+
+def give_every_run_a_state_of_its_own() -> None:
+    """Let a training in a sweep leave what it leaves alone, and return its best value.
+
+    Break: ``fairseq-hydra-train -m`` trains one model after another in a process, and fairseq keeps
+    the state of a training in module globals. The second model writes no best checkpoint before it
+    is better than the first, may stop early because of it, and its curves in TensorBoard and its
+    ``common.log_file`` go to the first one's. The value of a training for a sweeper such as Optuna
+    is the mean of all its validations, the first ones included.
+
+    fairseq's function that hydra calls drops the value, too; ``hydra_plugins`` repairs that.
+    """
+    replace_once(distributed_utils, "call_main", run)
 
 
 def run(call_main: Callable, cfg: Any, main: Callable, **named: Any) -> None:

@@ -15,7 +15,7 @@ import fairseq.tasks
 from fairseq import checkpoint_utils
 from omegaconf import DictConfig
 
-from lrpe_fairseq.compat import replace_once
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.errors import Refusal
 
 COMMANDS = ("train", "eval_lm", "generate", "interactive")
