@@ -4,7 +4,8 @@ This module imports nothing of this package, of torch or of fairseq.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -71,3 +72,14 @@ def refuse(sentence: str) -> NoReturn:
     said = f"lrpe_fairseq: {sentence}"
     print(said, file=sys.stderr, flush=True)
     raise Refusal(said)
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Turn an error about an option into one sentence on standard error and exit status 2."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, ChoiceError) or str(error).startswith("--"):  # fairseq's own sentences
+            refuse(str(error))
+        raise

@@ -2,7 +2,7 @@
 
 hydra refuses to override a key that a YAML lacks, before fairseq imports ``lrpe_fairseq``, which
 knows the options. Sections of our classes therefore accept every key here. Names and types are
-checked when fairseq merges a section with its class; see ``models/options.py``.
+checked when fairseq merges a section with its class; see ``models/bad_options.py``.
 
 hydra puts the schema of fairseq's configuration below the file that ``--config-name`` names, but
 above the bases in that file's ``defaults``, so that fairseq's defaults would replace what a base

@@ -1,6 +1,7 @@
 """Several processes: what they gather, what they save, and how they end."""
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 from fairseq.distributed import utils as distributed_utils
 
 from lrpe_fairseq.compat.patching import replace_once
+from lrpe_fairseq.errors import refuse
 
 
 def gather_predictions() -> None:
@@ -42,6 +44,22 @@ def leave_the_process_group() -> None:
     "terminate called without an active exception" and a non-zero status.
     """
     atexit.register(_destroy_gloo_group)
+
+
+def refuse_unrelated_processes() -> None:
+    """Stop if a launcher started several processes without a process group.
+
+    ``torchrun fairseq-train`` starts *independent* trainings, which overwrite each other's
+    checkpoints.
+    """
+    # torchrun sets both; a scheduler may set WORLD_SIZE alone
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if started > 1 and "RANK" in os.environ and not joined:
+        refuse(
+            f"{started} processes were started without a process group, so they "
+            "would train unrelated models in one folder; start them with scripts/train.sh"
+        )
 
 
 def _gather_objects(

@@ -57,7 +57,7 @@ def resume_where_the_data_were_left() -> None:
 
 def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any) -> dict:
     # imported here, because models import this package
-    from lrpe_fairseq.models.checks import warn_about_yarn
+    from lrpe_fairseq.models.resumption import warn_about_yarn
 
     state = original(path, *args, **kwargs)
     if not state.get("cfg"):
@@ -72,9 +72,11 @@ def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any)
 
 def _check_options(path: str, state: dict) -> None:
     """Check the options of a checkpoint against those of the training that loads it, if any."""
-    from lrpe_fairseq.models.checks import check_resumed, check_started, check_unfinished
+    from lrpe_fairseq.models.normformer import reset_unbuilt
     from lrpe_fairseq.models.pruning import complete_pruned
+    from lrpe_fairseq.models.resumption import check_resumed, check_started, check_unfinished
 
+    reset_unbuilt(path, state)
     training = _LOADED_BY.get()
     if training is None:
         complete_pruned(path, state)

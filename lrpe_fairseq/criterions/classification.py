@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.options import option
-from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.models.options import one_sentence_errors
+from lrpe_fairseq.errors import one_sentence_errors, refuse
 
 TOP = 5
 LOG2 = math.log(2)

@@ -15,7 +15,7 @@ from lrpe_fairseq.models import (  # noqa: E402, F401  (register the archs)
     translation,
     vit,
 )
-from lrpe_fairseq.models.options import explain_bad_options  # noqa: E402
+from lrpe_fairseq.models.bad_options import explain_bad_options  # noqa: E402
 from lrpe_fairseq.models.overrides import apply_flat_overrides  # noqa: E402
 from lrpe_fairseq.models.pruning import record_built_options  # noqa: E402
 

@@ -18,20 +18,16 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.encodings.core.parameters import Float32Module
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Encoder, EncoderLayer, stored
 from lrpe_fairseq.models.norms import SharedBatchNorm
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.patches import (
     OF_PIXELS,
     Patches,
@@ -41,6 +37,7 @@ from lrpe_fairseq.models.patches import (
     fit_positions,
     init_positions,
 )
+from lrpe_fairseq.models.presets import defaults
 
 
 @dataclass

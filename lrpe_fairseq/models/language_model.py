@@ -19,18 +19,16 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.attention.tokens import restarted
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import LONGEST, check_number, option
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
-from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors, refuse
+from lrpe_fairseq.models import normformer
 from lrpe_fairseq.models.checks import check_language_model
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
+from lrpe_fairseq.models.presets import defaults
 from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
 from lrpe_fairseq.patterns import over_layers
@@ -67,6 +65,7 @@ class SegmentDecoder(Decoder):
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> None:
         """Build from ``args``, a LRPELanguageModelConfig."""
         cfg = TransformerConfig.from_namespace(args)
+        normformer.add_options(cfg, args)
         super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
         self.args = args
         self.memory = SegmentMemory(args.memory_length, len(self.layers))

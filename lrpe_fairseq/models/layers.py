@@ -18,8 +18,8 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings.rotations.spe import SPE
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.models.attention import build_attention, build_cross_attention, check_stack
 from lrpe_fairseq.models.checks import is_stock_cross
-from lrpe_fairseq.models.options import build_attention, build_cross_attention, check_stack
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 

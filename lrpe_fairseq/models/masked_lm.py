@@ -15,23 +15,21 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.layers import tokens_per_sample
+from lrpe_fairseq.errors import one_sentence_errors
 from lrpe_fairseq.models.checks import (
     check_probabilities,
     check_quantization_blocks,
     check_sizes,
 )
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Encoder
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.patches import fit_positions
+from lrpe_fairseq.models.presets import defaults
 from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, open_dict
 
 from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.errors import did_you_mean, refuse
-from lrpe_fairseq.models.checks import warn_about_other_attention
-from lrpe_fairseq.models.options import options_of
+from lrpe_fairseq.models.flags import options_of
+from lrpe_fairseq.models.resumption import warn_about_other_attention
 
 HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
 """Names that ``from_pretrained`` passes in addition to options."""

@@ -14,24 +14,21 @@ from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecBaseConfig
 from torch import Tensor, nn
 
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import flag_of, option
 from lrpe_fairseq.encodings.core.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
-from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors, refuse
 from lrpe_fairseq.models.checks import (
     STOCK,
     check_node_positions,
     check_translation,
     has_stock_cross,
 )
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Decoder, Encoder
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
+from lrpe_fairseq.models.presets import defaults
 from lrpe_fairseq.models.pruning import Prunable, prune_stack
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 from lrpe_fairseq.patterns import over_layers

@@ -30,9 +30,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lrpe_fairseq.encodings.core.options import option
-from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.errors import one_sentence_errors, refuse
 from lrpe_fairseq.image_files import read_image, rows_and_columns
-from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.tasks.classification import ClassTask, check_classes
 from lrpe_fairseq.tasks.datasets import EpochDataset
 from lrpe_fairseq.tasks.missing_data import single_folder

@@ -22,9 +22,8 @@ from omegaconf import II
 from torch import Tensor
 
 from lrpe_fairseq.encodings.core.options import option
-from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors, refuse
 from lrpe_fairseq.models.language_model import LRPELanguageModel
-from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.segment_memory import Segment
 from lrpe_fairseq.patterns import over_layers
 
