@@ -57,10 +57,10 @@ def _apply_to_open_sections(overrides: list[Any], cfg: DictConfig) -> None:
 
 def _open_sections(overrides: list[Any], cfg: DictConfig) -> None:
     """Let the sections whose ``_name`` is one of ours accept every key."""
-    given = {override.key_or_group: override.value() for override in overrides}
+    values = {override.key_or_group: override.value() for override in overrides}
     for part in cfg:
         if not OmegaConf.is_missing(cfg, part) and isinstance(cfg[part], DictConfig):
-            name = given.get(f"{part}._name", OmegaConf.select(cfg[part], "_name"))
+            name = values.get(f"{part}._name", OmegaConf.select(cfg[part], "_name"))
             if str(name).startswith("lrpe_"):
                 OmegaConf.set_struct(cfg[part], False)
 

@@ -136,11 +136,11 @@ def _compare_and_build(
 
 def _compare(trained: Trained, task: Any) -> None:
     """Refuse a task with another dictionary; without a checksum only its size is compared."""
-    given = checksums_of_task(task)
+    of_task = checksums_of_task(task)
     for side, dictionary in _dictionaries_of(task):
         size = trained.sizes.get(side, len(dictionary))
-        checksum = trained.checksums.get(side, given[side])
-        if size != len(dictionary) or checksum != given[side]:
+        checksum = trained.checksums.get(side, of_task[side])
+        if size != len(dictionary) or checksum != of_task[side]:
             _refuse(trained.path, side, task)
 
 

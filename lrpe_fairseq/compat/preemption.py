@@ -63,7 +63,8 @@ class _Handlers:
     """
 
     def __init__(self) -> None:
-        self.process, self.speaks = 0, True
+        self.process = 0
+        self.speaks = True
         self.first: float | None = None
         self.before: dict[signal.Signals, Any] = {}
 
@@ -72,7 +73,8 @@ class _Handlers:
 
         A shell lets programs in the background ignore SIGINT; that stays.
         """
-        self.process, self.speaks = os.getpid(), speaks
+        self.process = os.getpid()
+        self.speaks = speaks
         ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         for number in SIGNALS if interrupt and not ignored else SIGNALS[1:]:
             known = signal.signal(number, self.record)
@@ -90,7 +92,8 @@ class _Handlers:
         """Put back the handlers of before, and forget the signals received."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        self.before, self.first = {}, None
+        self.before = {}
+        self.first = None
         _signaled.clear()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -174,7 +177,8 @@ def _train_with_handlers(
     train: Any, cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *arguments: Any
 ) -> Any:
     """Run fairseq's ``train`` (one epoch) with signal handlers installed, if updates are left."""
-    updates, most = trainer.get_num_updates(), cfg.optimization.max_update
+    updates = trainer.get_num_updates()
+    most = cfg.optimization.max_update
     if 0 < most <= updates:
         logger.info(
             f"nothing to train: the checkpoint has {updates} of {most} updates; raise --max-update "

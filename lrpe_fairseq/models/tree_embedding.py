@@ -35,7 +35,8 @@ class TreeEmbedding(nn.Module):
         super().__init__()
         if width < STEPS * BRANCHES:
             raise ChoiceError(f"--tree-embedding needs a width of at least {STEPS * BRANCHES}")
-        self.width, self.decays = width, width // (STEPS * BRANCHES)
+        self.width = width
+        self.decays = width // (STEPS * BRANCHES)
         self.weight = nn.Parameter(torch.empty(self.decays).uniform_(0.7, 0.999))
         self.given = Given()
         self.max_positions = sys.maxsize  # read by fairseq: no limit

@@ -81,11 +81,12 @@ class Streams:
         has the longer streams only, so its batches are fewer or smaller.
         """
         bounds = list(pairwise(self.start(stream) for stream in range(self.streams + 1)))
-        found = []
-        for number in range(-(-self.blocks // self.streams)):
+        rows_of_blocks = []
+        rounds = -(-self.blocks // self.streams)  # rounded up
+        for number in range(rounds):
             blocks = [start + number for start, end in bounds if start + number < end]
-            found += [blocks[row : row + rows] for row in range(0, len(blocks), rows)]
-        return found
+            rows_of_blocks += [blocks[row : row + rows] for row in range(0, len(blocks), rows)]
+        return rows_of_blocks
 
 
 @register_task(NAME, dataclass=TruncatedBPTTConfig)
@@ -134,7 +135,8 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """Return the task's part of a checkpoint. fairseq looks it up by the name of the class."""
-        gathered, self._gathered = self._gathered, None
+        gathered = self._gathered
+        self._gathered = None
         state = self._model.decoder.memory.state() if gathered is None else gathered
         return {type(self).__name__: state}
 
@@ -177,11 +179,13 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
             return super().get_batch_iterator(
                 dataset, max_tokens, max_sentences, max_positions, **options
             )
-        shards, epoch = options.get("num_shards", 1), options.get("epoch", 1)
+        shards = options.get("num_shards", 1)
+        epoch = options.get("epoch", 1)
         with one_sentence_errors():
             rows = self._rows(int(dataset.sizes[0]), max_tokens, max_sentences, max_positions)
-        streams = rows * shards * self._batches_per_update(dataset, epoch)
-        streams = Streams(len(dataset), min(streams, len(dataset)))
+        wanted = rows * shards * self._batches_per_update(dataset, epoch)
+        # a short text has a block for every stream, and no more streams
+        streams = Streams(len(dataset), min(wanted, len(dataset)))
         return EpochBatchIterator(
             dataset=dataset,
             collate_fn=self._collater(dataset, streams),
@@ -216,9 +220,12 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
                 f"segments of {segment} tokens are longer than the {max_positions} that the model "
                 "and --max-tokens allow"
             )
-        by_tokens = [max_tokens // segment] if max_tokens else []
-        by_rows = [max_sentences] if max_sentences else []
-        return max(1, min(by_tokens + by_rows, default=1))
+        limits = []
+        if max_tokens:
+            limits.append(max_tokens // segment)
+        if max_sentences:
+            limits.append(max_sentences)
+        return max(1, min(limits, default=1))
 
     def _batches_per_update(self, dataset: MonolingualDataset, epoch: int) -> int:
         """Return --update-freq of the epoch in training, else 1."""
@@ -245,6 +252,7 @@ def collate(
     stream = streams.stream_of(blocks[0])
     segment = Segment(stream=stream, blocks=blocks, first=blocks[0] == streams.start(stream))
     if starts is not None:
+        # the index of each token in the text: all blocks but the last have one length
         tokens = torch.as_tensor(blocks).unsqueeze(1) * int(dataset.sizes[0])
         tokens = tokens + torch.arange(batch["target"].shape[1])
         padding = batch["target"].eq(dataset.vocab.pad())
@@ -266,16 +274,17 @@ def document_starts(path: Path, lines: np.ndarray) -> np.ndarray:
         numbers = np.array([int(row.split("\t")[0]) for row in rows], dtype=np.int64)
     except (OSError, ValueError) as error:
         raise ChoiceError(f"{path} does not list the starts of documents: {error}") from None
-    known = np.concatenate([[0], np.cumsum(lines)])
+    first_tokens = np.concatenate([[0], np.cumsum(lines)])
     ordered = (np.diff(numbers) > 0).all() and (numbers >= 0).all()
     if not ordered or (numbers >= len(lines)).any():
         raise ChoiceError(f"{path} does not match the text, which has {len(lines)} lines")
-    return known[numbers]
+    return first_tokens[numbers]
 
 
 def check_options(options: Any) -> None:
     """Raise ChoiceError for options that do not give consecutive segments."""
     for name, only in ONLY.items():
+        # as text: enumerations of fairseq, booleans, and strings of a YAML
         if str(getattr(options, name)).lower() != str(only).lower():
             raise ChoiceError(f"the task {NAME} supports {name}={only} only")
     if options.reset_at_documents and ":" in options.data:
