@@ -140,6 +140,19 @@ def test_a_model_of_own_text_is_trained_resumed_evaluated_and_writes(own_text):
 
 
 @pytest.mark.end_to_end
+def test_a_model_of_own_text_is_loaded_in_python_as_the_page_says(own_text, monkeypatch, capsys):
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(from lrpe_fairseq\.models.*?)```", page, re.DOTALL)
+    training = command("fairseq-hydra-train", README[README.index("On a CPU;") :])
+    forked(own_text, training, *TINY.split(), f"common.user_dir={PLUGIN}", "model.decoder_layers=1")
+    monkeypatch.chdir(own_text)
+    exec(compile(block, "python.md", "exec"), {})
+    text, perplexity = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert text.startswith("The first words")
+    assert float(perplexity.removeprefix("perplexity ")) > 1
+
+
+@pytest.mark.end_to_end
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("text", TRAININGS, ids=range(len(TRAININGS)))
 def test_every_training_command_trains(own_text, text):
