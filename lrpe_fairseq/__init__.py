@@ -57,6 +57,7 @@ class _AfterImport(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the module's spec with the call added, or None for any other module."""
+        # popped first: find_spec below asks all finders again, this one included
         action = self.actions.pop(name, None)
         spec = None if action is None else importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
@@ -64,7 +65,7 @@ class _AfterImport(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del spec.loader.exec_module
+            del spec.loader.exec_module  # so that a reload runs the loader's own
             execute(module)
             action()
 

@@ -68,6 +68,7 @@ def refuse(sentence: str) -> NoReturn:
 
     For fairseq's commands, which would print a traceback for an exception. Commands of this
     package use :func:`lrpe_fairseq.experiments.records.console.command`.
+    Raises: Refusal, always.
     """
     said = f"lrpe_fairseq: {sentence}"
     print(said, file=sys.stderr, flush=True)
@@ -76,7 +77,10 @@ def refuse(sentence: str) -> NoReturn:
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """Turn an error about an option into one sentence on standard error and exit status 2."""
+    """Turn an error about an option into one sentence on standard error and exit status 2.
+
+    Raises: Refusal for a ChoiceError, and for an error of fairseq about an option.
+    """
     try:
         yield
     except ValueError as error:

@@ -410,16 +410,25 @@ def test_an_option_that_is_a_program_is_refused(text):
         evaluate_literal(text)
 
 
-def test_every_module_that_evaluates_options_and_every_name_of_numpy_is_covered():
+@pytest.fixture(scope="module")
+def sources():
+    """Name -> source of every module of fairseq that is imported."""
     files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    ours = {k: v for k, v in files.items() if re.match(r"fairseq(\.|$)", k) and v}
-    texts = {k: Path(v).read_text(encoding="utf-8") for k, v in ours.items() if v.endswith(".py")}
+    of_fairseq = {k: v for k, v in files.items() if re.match(r"fairseq(\.|$)", k) and v}
+    texts = {k: Path(v).read_text("utf-8") for k, v in of_fairseq.items() if v.endswith(".py")}
     assert len(texts) > 300
+    return texts
+
+
+def test_every_module_that_evaluates_the_text_of_options_is_covered(sources):
     evaluates = re.compile(r"(?<![\w.])(?<!def )eval\(")
-    found = {name for name, text in texts.items() if evaluates.search(text)}
+    found = {name for name, text in sources.items() if evaluates.search(text)}
     assert found == set(option_text.EVALUATING_MODULES)
     assert all(sys.modules[name].eval is evaluate_literal for name in found)
-    users = [text for text in texts.values() if "import numpy as np" in text]
+
+
+def test_numpy_has_every_name_that_fairseq_uses(sources):
+    users = [text for text in sources.values() if "import numpy as np" in text]
     names = {name for text in users for name in re.findall(r"\bnp\.([A-Za-z_]\w*)", text)}
     assert {"int", "float", "compat"} <= names
     assert [name for name in names if not hasattr(np, name)] == []

@@ -165,6 +165,7 @@ def prepare(
 
     corpus: ``books`` or ``pg19``. limit: books of PG-19's train split; the data then have a name of
     their own.
+    Raises: UserError for options that exclude each other, and for sources that are missing.
     """
     if corpus == "books" and from_dir is None:
         raise UserError("The corpus books has no download: pass a folder of *.txt with --from.")

@@ -154,6 +154,7 @@ def prepare(
 
     shards: of train. held_out: numbers of the first books of valid and test. With fewer shards or
     books than all, or another number of pieces than usual, the data have a name of their own.
+    Raises: UserError for a number of shards or books that there is not, or a missing source.
     """
     train = sorted(name for name in sha256 if name.startswith("train-"))
     if not 1 <= shards <= len(train):

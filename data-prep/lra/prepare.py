@@ -278,6 +278,7 @@ def pathfinder(task: Task, source: Path) -> dict[str, Examples]:
     The splits are 80, 10 and 10 percent of a permutation of the images, which are first sorted by
     the names of folder and file as text: ``sample_10.png`` precedes ``sample_2.png``. Empty files,
     of which the release has one, are left out with a message.
+    Raises: UserError for images without labels, or no images.
     """
     images: dict[tuple[str, str], bytes] = {}
     labels: dict[tuple[str, str], int] = {}

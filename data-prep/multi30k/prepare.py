@@ -51,7 +51,10 @@ def prepare(
     sha256: Mapping[str, str] = SHA256,
     pairs: Mapping[str, int] = PAIRS,
 ) -> dict:
-    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped.
+
+    Raises: UserError for sources that are missing or another version.
+    """
     prep.say(f"Multi30k, English to German -> {dest}")
     steps = prep.Steps(dest, "multi30k", "bpe")
     texts = obtain(dest / "raw", from_dir, sha256)

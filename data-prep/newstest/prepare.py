@@ -87,7 +87,10 @@ SHORTEST = 5  # words of an English segment of software
 def obtain(
     raw: Path, from_dir: Path | None, pairs: Mapping[str, int], sha256: Mapping[str, str]
 ) -> None:
-    """Write every set to ``raw``, verified, in both languages."""
+    """Write every set to ``raw``, verified, in both languages.
+
+    Raises: UserError for a set that is missing or another version.
+    """
     for name in pairs:
         for ours, theirs in LANGUAGES.items():
             file = f"{name}.{ours}"
@@ -140,7 +143,10 @@ def prepare(
     pairs: Mapping[str, int] = PAIRS,
     more: Mapping[str, str] = MORE,
 ) -> dict:
-    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped.
+
+    Raises: UserError for --mixed without --from, and for sources that are missing.
+    """
     name = "mixed-en-de" if mixed else "newstest"
     prep.say(f"{name}, English to German -> {dest}")
     if mixed and not from_dir:

@@ -133,6 +133,7 @@ def prepare(
     """Prepare ``dest`` with ``count`` shards and return its manifest; finished steps are skipped.
 
     ``bin`` appears when all shards are complete, so that no training sees a part of them.
+    Raises: UserError for a number of shards that there is not, or a damaged shard.
     """
     if not 1 <= count <= AVAILABLE:
         raise UserError(f"--shards is from 1 to {AVAILABLE}, not {count}.")

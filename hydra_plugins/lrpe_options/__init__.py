@@ -60,6 +60,7 @@ def _open_sections(overrides: list[Any], cfg: DictConfig) -> None:
     values = {override.key_or_group: override.value() for override in overrides}
     for part in cfg:
         if not OmegaConf.is_missing(cfg, part) and isinstance(cfg[part], DictConfig):
+            # the line may choose the class, too, after its section was composed
             name = values.get(f"{part}._name", OmegaConf.select(cfg[part], "_name"))
             if str(name).startswith("lrpe_"):
                 OmegaConf.set_struct(cfg[part], False)
@@ -89,7 +90,7 @@ def _base_and_above(defaults: list[Any], repo: Any) -> list[DictConfig]:
     above = defaults[paths.index(BASE) :] if BASE in paths else []
     read = [(repo.load_config(default.config_path), default.package) for default in above]
     placed = [ConfigLoaderImpl._embed_result_config(file, package) for file, package in read]
-    return [copy.deepcopy(file.config) for file in placed]
+    return [copy.deepcopy(file.config) for file in placed]  # hydra's own are cached
 
 
 def _require_file(name: str, repo: Any) -> None:
@@ -113,7 +114,7 @@ def _return_values() -> None:
     for name in PROGRAMS:
         called = getattr(getattr(sys.modules.get(name), "hydra_main", None), "__wrapped__", None)
         if called is not None and called.__code__.co_filename.endswith(FILE):
-            called.__code__ = hydra_main.__code__
+            called.__code__ = hydra_main.__code__  # the names are those of its own module
 
 
 def hydra_main(cfg: DictConfig) -> float:

@@ -22,6 +22,7 @@ def load_adaptive_softmax() -> None:
     state = {"embed_tokens.weight": torch.zeros(1), "version": torch.tensor([3.0])}
     named = {f"decoder.{name}": value for name, value in state.items()}
     TransformerDecoderBase.upgrade_state_dict_named(decoder, named, "decoder")
+    # a decoder without an output projection got the weights of one
     if len(named) > len(state):
         replace_method(TransformerDecoderBase, "upgrade_state_dict_named", _upgrade_decoder)
 

@@ -83,6 +83,7 @@ def origin(cfg: Any) -> dict[str, Any]:
     task = cfg["task"]
     data = task.get("data") if hasattr(task, "get") else getattr(task, "data", None)
     rebuilt = cfg["dataset"].get("update_epoch_batch_itr", False)
+    # several folders are shards, of which every epoch reads another one
     return {
         "kept": not rebuilt and os.pathsep not in str(data or ""),
         "curriculum": cfg["dataset"].get("curriculum", 0),
@@ -118,7 +119,7 @@ def remember(trainer: Any, state: dict[str, Any], saved_by: dict[str, Any]) -> N
 def record_epoch(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Construct an ``EpochBatchIterator`` that knows the epoch it was made for."""
     original(self, *args, **kwargs)
-    self.built_epoch = self.epoch
+    self.built_epoch = self.epoch  # ``epoch`` itself goes on
 
 
 def state_of_iterator(original: Callable, self: Any) -> dict[str, Any]:
@@ -138,6 +139,7 @@ def state_of_iterator(original: Callable, self: Any) -> dict[str, Any]:
 def train_iterator(original: Callable, self: Any, *args: Any, **options: Any) -> Any:
     """Return ``Trainer.get_train_iterator``; after a resumption, as the first training made it."""
     place = vars(self).pop(_PLACE, None)
+    # not resumed, or the iterator of a later epoch
     if place is None:
         return original(self, *args, **options)
     if options.get("load_dataset", True) and not self.task.has_sharded_data("train"):
@@ -151,6 +153,7 @@ def train_iterator(original: Callable, self: Any, *args: Any, **options: Any) ->
             tpu=self.tpu,
         )
         options["load_dataset"] = False
+    # the task makes the iterator, and is not told what for
     resumed = _RESUMED.set(place)
     try:
         iterator = original(self, *args, **options)
@@ -190,6 +193,6 @@ def _restore_loader(trainer: Any, iterator: Any, place: Place) -> None:
     )
     if kept and iterator.persistent_workers:
         iter(iterator.dataloader)  # starts the workers
-    iterator.dataset.set_epoch(place.epoch)
+    iterator.dataset.set_epoch(place.epoch)  # for samples that depend on the epoch
     if callable(iterator.batch_sampler):  # batches of every epoch
         iterator._frozen_batches = None

@@ -97,6 +97,7 @@ def _checksums_by_side(state: dict[str, Any]) -> dict[str, str]:
     names = _names_by_side(state.get("cfg"))
     by_side = {side: recorded.get(side) or recorded.get(names.get(side)) for side in SIDES}
     by_side = {side: checksum for side, checksum in by_side.items() if checksum}
+    # older checkpoints: the data that they were trained on may still be there
     return by_side or _checksums_of_data(state.get("cfg"))
 
 
@@ -107,6 +108,7 @@ def _checksums_of_data(cfg: Any) -> dict[str, str]:
     """
     task = cfg.get("task") if cfg else None
     folders = utils.split_paths(str(task.get("data") or "")) if hasattr(task, "get") else []
+    # all shards have one dictionary
     if not folders:
         return {}
     files = {side: Path(folders[0], name) for side, name in _names_by_side(cfg).items()}
@@ -128,6 +130,7 @@ def _compare_and_build(
     original: Callable, cfg: Any, task: Any, from_checkpoint: bool = False, **keywords: Any
 ) -> Any:
     """Build a model; refuse one of a checkpoint if the task has other dictionaries."""
+    # once: a training also builds models that are not of the checkpoint read last
     trained = _read.pop() if _read else None
     if from_checkpoint and trained is not None:
         _compare(trained, task)

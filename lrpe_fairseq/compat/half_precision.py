@@ -46,6 +46,7 @@ def _load_with_masters(
     rounded = [weight.detach().clone() for weight in self.fp16_params]
     before = [master.detach().clone() for master in built]
     _set_masters(self, stored)
+    # the weights were replaced after the training, by averaging checkpoints for example
     if not all(map(torch.equal, self.fp16_params, rounded)):
         _set_masters(self, before)
 

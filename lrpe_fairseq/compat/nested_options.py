@@ -46,6 +46,7 @@ def _override_flat_attr(
     # the original reads only the field table of the class
     fields_only = type(data_class.__name__, (FairseqDataclass,), {"__dataclass_fields__": plain})
     overrides = original(sub_node, fields_only, args)
+    # --encoder-embed-dim of the parser is embed_dim of the section encoder
     for name, config in nested.items():
         overrides += original(f"{sub_node}.{name}", config, _without_prefix(args, f"{name}_"))
     return overrides

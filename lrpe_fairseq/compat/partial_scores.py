@@ -33,6 +33,7 @@ def _load_whole_text(
 ) -> Any:
     limit = keywords.get("max_positions")
     indices = np.arange(len(dataset))
+    # asked before: the original drops them with a warning among many lines
     ignored = dataset.filter_indices_by_size(indices, limit)[1] if limit is not None else ()
     if len(ignored):
         refuse(
@@ -75,6 +76,7 @@ def _how_to_shorten(task: Any) -> str:
 
 
 def _too_long(dataset: Any, indices: Any, ignored: Any, limit: Any) -> str:
+    # tokens, because a few long samples may be most of a text
     tokens = sum(int(dataset.num_tokens(index)) for index in ignored)
     samples = f"{len(ignored):,} of {len(indices):,} samples"
     return f"{tokens:,} tokens in {samples}, which are longer than the maximum of {limit},"

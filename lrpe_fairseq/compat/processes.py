@@ -23,6 +23,7 @@ def gather_predictions() -> None:
     own function, which processes over gloo call instead, does not.
     """
     if SentencePredictionCriterion.logging_outputs_can_be_summed():
+        # the trainer asks the class
         SentencePredictionCriterion.logging_outputs_can_be_summed = staticmethod(lambda: False)
     replace_once(distributed_utils, "all_gather_list", _gather_objects)
 
@@ -43,7 +44,7 @@ def leave_the_process_group() -> None:
     tensors while the interpreter is torn down, and a training that has finished often aborts with
     "terminate called without an active exception" and a non-zero status.
     """
-    atexit.register(_destroy_gloo_group)
+    atexit.register(_destroy_gloo_group)  # runs before the interpreter is torn down
 
 
 def refuse_unrelated_processes() -> None:
@@ -51,6 +52,7 @@ def refuse_unrelated_processes() -> None:
 
     ``torchrun fairseq-train`` starts *independent* trainings, which overwrite each other's
     checkpoints.
+    Raises: Refusal, which names the script that starts them together.
     """
     # torchrun sets both; a scheduler may set WORLD_SIZE alone
     started = int(os.environ.get("WORLD_SIZE", "1"))

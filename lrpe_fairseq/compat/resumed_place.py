@@ -123,10 +123,12 @@ def load_for_these_batches(
     Raises: Refusal if the weights do not fit the model, or no number of batches has the samples
         that were read.
     """
+    # load_checkpoint_to_cpu, below, has the checkpoint but not the options of this training
     loading = _LOADED_BY.set(Training(self.cfg, resumes=not reset_optimizer))
     try:
         extra_state = original(self, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
+        # fairseq's own error for weights that do not fit, of a plain type
         if "architectures match" in str(error):
             refuse(f"the weights of {filename} do not fit this model: train with its options")
         raise
@@ -157,7 +159,7 @@ def convert_place(place: dict, before: dict, now: dict, by_updates: bool) -> Non
     size_before, size_now = _comparable_sizes(before, now, shuffled=place.get("shuffle", True))
     step_before = size_before * before["processes"]
     step_now = size_now * now["processes"]
-    read = place["iterations_in_epoch"] * step_before
+    read = place["iterations_in_epoch"] * step_before  # samples, of all processes
     updates_before = [step_before * batches for batches in before["update_freq"]]
     updates_now = [step_now * batches for batches in now["update_freq"]]
     other_order = by_updates and updates_before != updates_now

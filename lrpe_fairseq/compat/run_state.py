@@ -51,13 +51,14 @@ def run(call_main: Callable, cfg: Any, main: Callable, **named: Any) -> None:
     the aggregator :data:`VALUES`, where fairseq-hydra-train reads what it returns. A training that
     fails has the worst value.
     """
-    forget(main)
+    forget(main)  # the process may have run a command before this package was imported
     failed = True
     try:
         with _handlers_of_one_run():
             call_main(cfg, main, **named)
         failed = False
     finally:
+        # other commands have no value
         if main.__module__ == "fairseq_cli.train":
             value = _worst(cfg.checkpoint) if failed else best_value(cfg)
             _record(value, cfg.checkpoint.best_checkpoint_metric)
@@ -77,6 +78,7 @@ def forget(main: Callable) -> None:
 
     main: fairseq's function that makes the run.
     """
+    # fairseq keeps these two as attributes of its functions
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
     stopping = getattr(sys.modules.get(main.__module__), "should_stop_early", None)
     for name in ("best", "num_runs"):
@@ -101,6 +103,7 @@ def _handlers_of_one_run() -> Iterator[None]:
     finally:
         for name, handlers in before.items():
             logger = logging.getLogger(name)
+            # a file that stays open would get the lines of the next training
             for handler in set(logger.handlers) - set(handlers):
                 logger.removeHandler(handler)
                 handler.close()
@@ -109,7 +112,7 @@ def _handlers_of_one_run() -> Iterator[None]:
 def _close_trackers(*, failed: bool) -> None:
     """End the run of wandb and forget that of aim: fairseq would use them for the next run too."""
     if progress_bar.wandb is not None:
-        progress_bar.wandb.finish(exit_code=int(failed))
+        progress_bar.wandb.finish(exit_code=int(failed))  # uploads what is left
     if progress_bar.get_aim_run is not None:
         progress_bar.get_aim_run.cache_clear()
 
@@ -126,6 +129,7 @@ def best_value(cfg: Any) -> float:
     value = getattr(checkpoint_utils.save_checkpoint, "best", None)
     last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
     if value is None and _has_spawned(cfg.distributed_training) and last.is_file():
+        # memory-mapped: the weights are not read
         value = torch.load(last, map_location="cpu", mmap=True)["extra_state"].get("best")
     return _worst(cfg.checkpoint) if value is None or math.isnan(value) else float(value)
 

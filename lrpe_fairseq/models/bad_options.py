@@ -41,6 +41,7 @@ def _merge_or_explain(
         if not ours:
             raise
         refuse(_explanation(cls, error))
+    # options that are typed are refused; a checkpoint that holds them is a good model
     if ours and from_checkpoint:
         with one_sentence_errors():
             reset_unread(merged, _defaults_of_attention())

@@ -29,7 +29,10 @@ _warn_once = cache(logger.warning)  # every layer is checked, and all say the sa
 
 
 def check_language_model(options: Any) -> None:
-    """Check the flat options of ``lrpe_lm``."""
+    """Check the flat options of ``lrpe_lm``.
+
+    Raises: ChoiceError, which names the option and what it needs.
+    """
     if options.adaptive_input and not options.adaptive_input_cutoff:
         raise ChoiceError("--adaptive-input requires --adaptive-input-cutoff")
     if options.tie_adaptive_weights:
@@ -45,7 +48,10 @@ def check_language_model(options: Any) -> None:
 
 
 def check_translation(cfg: Any, task: Any) -> None:
-    """Check the nested options of ``lrpe_transformer``."""
+    """Check the nested options of ``lrpe_transformer``.
+
+    Raises: ChoiceError, which names the option and what it needs.
+    """
     if cfg.cross_self_attention:
         raise ChoiceError(
             "--cross-self-attention is not supported: LRPE self-attention cannot attend to the "
@@ -66,7 +72,10 @@ def check_translation(cfg: Any, task: Any) -> None:
 
 
 def check_tree_embedding(cfg: Any, task: Any) -> None:
-    """Check that ``--tree-embedding`` gets positions of nodes and is the only embedding of them."""
+    """Check that ``--tree-embedding`` gets positions of nodes and is the only embedding of them.
+
+    Raises: ChoiceError for a task without such positions, and with absolute positions.
+    """
     if not getattr(cfg, "tree_embedding", False):
         return
     if not cfg.no_token_positional_embeddings:
@@ -86,9 +95,13 @@ def has_nodes(task: Any) -> bool:
 
 
 def check_node_positions(model: nn.Module, task: Any) -> None:
-    """Refuse encodings of sequences for tokens whose positions are nodes of trees."""
+    """Refuse encodings of sequences for tokens whose positions are nodes of trees.
+
+    Raises: ChoiceError, which names the encoding.
+    """
     if not has_nodes(task):
         return
+    # after the model is built, so that wrappers around an encoding are seen as well
     for encoding in model.modules():
         if isinstance(encoding, Encoding) and not encoding.reads_nodes:
             raise ChoiceError(
@@ -123,7 +136,10 @@ def has_stock_cross(cfg: Any) -> bool:
 
 
 def check_cross_attention(cfg: Any, task: Any) -> None:
-    """Refuse options of a cross-attention that does not exist, or that has no weights to train."""
+    """Refuse options of a cross-attention that does not exist, or that has no weights to train.
+
+    Raises: ChoiceError, which names the options that exclude each other.
+    """
     if has_stock_cross(cfg):
         return
     if cfg.no_cross_attention:
@@ -140,7 +156,10 @@ def check_cross_attention(cfg: Any, task: Any) -> None:
 
 
 def check_tied_adaptive(options: Any) -> None:
-    """Check ``--tie-adaptive-weights``. fairseq asserts its conditions without a message."""
+    """Check ``--tie-adaptive-weights``. fairseq asserts its conditions without a message.
+
+    Raises: ChoiceError, which names the conditions that do not hold.
+    """
     conditions = {
         "--adaptive-input": options.adaptive_input,
         "equal cutoffs of adaptive input and softmax": options.adaptive_input_cutoff
@@ -156,9 +175,13 @@ def check_tied_adaptive(options: Any) -> None:
 
 
 def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
-    """Check that output weights shared with the embeddings have the same width."""
+    """Check that output weights shared with the embeddings have the same width.
+
+    Raises: ChoiceError, which has both widths.
+    """
     shares_all = getattr(options, "share_all_embeddings", False)
     shared = options.share_decoder_input_output_embed or shares_all
+    # an adaptive softmax has output weights of its own widths
     if shared and not options.adaptive_softmax_cutoff and int(output_dim) != int(input_dim):
         raise ChoiceError(
             f"shared input and output embeddings require equal widths, not {input_dim} and "
@@ -173,6 +196,7 @@ def check_sizes(options: Any, *names: str, section: str = "") -> None:
     """
     for name in names:
         size = getattr(options, name, None)
+        # optional sizes have defaults that fairseq computes later
         if size is not None:
             check_number(_flag(section, name), int(size), least=1, most=LONGEST)
 
@@ -185,9 +209,12 @@ PROBABILITIES = (
 
 
 def check_probabilities(options: Any, section: str = "") -> None:
-    """A probability of dropping something is at least 0 and less than 1."""
+    """A probability of dropping something is at least 0 and less than 1.
+
+    Raises: ChoiceError for a number outside [0, 1).
+    """
     for name in PROBABILITIES:
-        value = float(getattr(options, name, 0) or 0)
+        value = float(getattr(options, name, 0) or 0)  # models have some of them
         if not 0 <= value < 1:
             raise ChoiceError(
                 f"{_flag(section, name)} must be at least 0 and less than 1, not {value:g}"
@@ -199,15 +226,22 @@ def _flag(section: str, name: str) -> str:
 
 
 def check_xformers(config: str | None) -> None:
-    """Refuse a configuration of xFormers, which LRPE self-attention would ignore."""
+    """Refuse a configuration of xFormers, which LRPE self-attention would ignore.
+
+    Raises: ChoiceError if there is one.
+    """
     if config:
         raise ChoiceError("xFormers attention is not supported: remove xformers-att-config")
 
 
 def check_quantization_blocks(probability: float, block: int, *widths: int) -> None:
-    """Check that the blocks of columns of quantization noise divide the widths."""
+    """Check that the blocks of columns of quantization noise divide the widths.
+
+    Raises: ChoiceError, which has the block and the widths.
+    """
     check_number("--quant-noise-pq", probability, Real, least=0, most=1)
     check_number("--quant-noise-pq-block-size", block, least=1, most=LONGEST)
+    # a linear layer is cut into blocks of columns
     if probability and any(width % block for width in widths):
         raise ChoiceError(
             f"--quant-noise-pq-block-size {block} must divide the widths of the layers, "
@@ -230,6 +264,7 @@ def warn_about_longer_texts(attention: MultiheadAttention) -> None:
     A gate forgets distant tokens, so gated encodings are not affected.
     """
     encoding = attention.encoding
+    # a rotated sum of positive scores has terms of both signs
     if attention.has_denominators and encoding.turns and encoding.forget_gate is None:
         _warn_once(
             f"position encoding {encoding.name!r} with attention normalizer 'rotated' can fail on "
@@ -241,6 +276,7 @@ def warn_about_longer_texts(attention: MultiheadAttention) -> None:
 def warn_about_ignored(options: Any, cfg: Any) -> None:
     """Warn once about options that no layer's attention has."""
     types = set(values(options.attention_type))
+    # in a mixed stack some layer reads each of these options
     if types == {"linear"} and cfg.attention_dropout:
         _warn_once("--attention-dropout is ignored: linear attention has no weights to drop")
     if types == {"softmax"} and set(values(options.attention_normalizer)) != {"rotated"}:
@@ -263,6 +299,7 @@ def unread_options(options: Any) -> dict[str, Any]:
 
     options: those of attention in one stack. Raises: ChoiceError for an unknown encoding.
     """
+    # one encoding of the pattern that reads an option is enough
     read = frozenset().union(*map(options_read_by, values(options.position_encoding)))
     defaults = {name: option.default for name, option in options_of_encodings().items()}
     unread = {

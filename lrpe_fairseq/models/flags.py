@@ -34,6 +34,7 @@ class BooleanFlags:
 
 def options_of(config: type, section: str = "") -> Iterator[tuple[str, Field]]:
     """Yield the dotted name and the field of every option of a configuration and of nested ones."""
+    # a nested configuration is an option, too, whose value is a section
     for option in fields(config):
         yield section + option.name, option
         if is_dataclass(option.type):

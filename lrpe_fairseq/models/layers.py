@@ -26,6 +26,7 @@ class EncoderLayer(TransformerEncoderLayerBase):
     """fairseq's encoder layer with our bidirectional self-attention."""
 
     def __init__(self, cfg: Any, options: Any, layer: int) -> None:
+        # before the constructor of fairseq's layer, which builds the attention
         self._options = options
         self._layer = layer
         super().__init__(cfg)
@@ -79,6 +80,7 @@ class DecoderLayer(TransformerDecoderLayerBase):
         self, x: Tensor, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
     ) -> tuple:
         """Compute the layer as fairseq does; cross-attention needs the padding of its queries."""
+        # fairseq passes it to self-attention only
         self.self_attn.given.query_padding = self_attn_padding_mask
         keywords["self_attn_padding_mask"] = self_attn_padding_mask
         return super().forward(stored(x), *rest, **keywords)
@@ -131,6 +133,7 @@ class Decoder(TransformerDecoderBase):
     ) -> None:
         self._options = options
         self._layer_count = count()
+        # a language model has flat options, whose names have no section
         check_stack(options, cfg.decoder.layers, "decoder" if options is cfg.decoder else "")
         if getattr(cfg, "cross", None) is not None:
             check_stack(cfg.cross, cfg.decoder.layers, "cross")
@@ -158,6 +161,7 @@ class Decoder(TransformerDecoderBase):
         """
         if positions is not None and incremental_state is not None:
             raise ValueError("explicit positions are not supported in incremental decoding")
+        # a language model passes its memories as encoder_out, which has no positions
         of_source = (encoder_out or {}).get("positions", [])
         begin_pass(self, positions, of_source[0] if of_source else None)
         return super().forward(
@@ -167,7 +171,10 @@ class Decoder(TransformerDecoderBase):
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any
     ) -> tuple[Tensor, dict]:
-        """Compute features as fairseq does, without attention to later tokens."""
+        """Compute features as fairseq does, without attention to later tokens.
+
+        Raises: ValueError for ``full_context_alignment``, which asks for later tokens.
+        """
         if full_context_alignment:
             raise ValueError(
                 "full_context_alignment is not supported: LRPE decoders are always causal"
@@ -191,7 +198,7 @@ def carrying_states(layer: nn.Module, fc2: nn.Module) -> nn.Module:
     """Let the layer's attention update the states of its encoding after ``fc2``, if it has some."""
     attention = layer.self_attn
     if attention.encoding.has_states:
-        attention.update = attention.encoding.update()
+        attention.update = attention.encoding.update()  # every layer has weights of its own
         fc2.register_forward_hook(attention.advance)
     return fc2
 
@@ -214,6 +221,7 @@ def begin_stack(stack: nn.Module, cfg: Any, width: int) -> None:
         updating[-1].update = None  # no layer would read its states
     stack.given = Given(one_sided=True)
     stack.noises = _noises(stack)
+    # self-attention, cross-attention and a tree embedding
     for module in stack.modules():
         if hasattr(module, "given"):
             module.given = stack.given

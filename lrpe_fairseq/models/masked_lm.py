@@ -87,7 +87,7 @@ class MaskedLMEncoder(RobertaEncoder):
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> Encoder:
         """Called by fairseq's constructor."""
         encoder = Encoder(TransformerConfig.from_namespace(args), dictionary, embed_tokens, args)
-        encoder.apply(init_bert_params)
+        encoder.apply(init_bert_params)  # before weights are shared, which it would draw twice
         share_across_layers(encoder)
         return encoder
 
@@ -110,7 +110,8 @@ class LRPERobertaModel(BooleanFlags, Prunable, RobertaModel):
         """
         refuse_unrelated_processes()
         if args.max_positions is None:
-            args.max_positions = task.max_positions() or 512
+            args.max_positions = task.max_positions() or 512  # kept in the checkpoint
+        # a copy without the structure of the class, which lacks the next option
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         options.tokens_per_sample = tokens_per_sample(getattr(task, "cfg", None))
         with one_sentence_errors():

@@ -21,6 +21,7 @@ IN_TURN = "; several, separated by commas, are those of the layers in turn"
 
 def with_encoding_options(cls: type) -> type:
     """Class decorator that adds the options of all encodings; apply it before ``dataclass``."""
+    # before dataclass(), which reads annotations and class attributes
     for name, declared in options_of_encodings().items():
         choices = declared.metadata["choices"]  # fairseq's parser needs an enumeration
         cls.__annotations__[name] = ChoiceEnum(list(choices)) if choices else declared.type

@@ -107,7 +107,10 @@ class Images(Patches):
     """Normalized images in color, (B, 3, R, C), of one size: no padding."""
 
     def cells(self, inputs: Tensor) -> Tensor:
-        """Return the numbers (B, T, 3 p p) of each patch, channel by channel; see Pixels."""
+        """Return the numbers (B, T, 3 p p) of each patch, channel by channel; see Pixels.
+
+        Raises: ChoiceError if the image does not consist of whole patches.
+        """
         p = self.patch
         height, width = inputs.shape[-2:]
         if height % p or width != p * self.columns:

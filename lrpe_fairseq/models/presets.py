@@ -17,6 +17,7 @@ def defaults(**changes: Any) -> Callable[[type], type]:
         for name, value in changes.items():
             setattr(cls, name, field(default=value, metadata=inherited[name].metadata))
             cls.__annotations__[name] = inherited[name].type
+        # the class was a dataclass already: decorators are applied from the bottom up
         if "__init__" in vars(cls):
             del cls.__init__  # dataclass() would keep it with the old defaults
         return dataclass(cls)

@@ -42,6 +42,7 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
     Raises: Refusal, which names the options that differ.
     """
     trained, wanted = _attentions(before, now)
+    # these decide the shapes of weights or what they mean, and are no options of attention
     trained |= _image_size(before.get("task")) | _learned_positions(before)
     wanted |= _image_size(now.get("task")) | _learned_positions(now)
     had, has = _differences(trained, wanted)
@@ -68,6 +69,7 @@ def check_started(path: str, before: Any, now: Any) -> None:
     if not had:
         return
     said = f"{path} was trained with {had}; this training has {has}"
+    # said on purpose, such as other gates on trained weights
     if path == now["checkpoint"]["finetune_from_model"]:
         logger.warning("%s", said)
         return
@@ -86,6 +88,7 @@ def _attentions(before: Any, now: Any) -> tuple[dict[str, str], dict[str, str]]:
     model_now = _as_dict(now["model"] or {})
     if not is_ours(model_before) or not is_ours(model_now):
         return {}, {}
+    # a checkpoint of a pruned model has the options of the layers that are left
     built_before, built_now = as_built(model_before, model_now)
     return _read_options(built_before), _read_options(built_now)
 
@@ -121,7 +124,8 @@ def _differences(trained: dict[str, str], wanted: dict[str, str]) -> tuple[str, 
     differing = sorted(
         name
         for name in trained.keys() & wanted.keys()
-        if trained[name] != wanted[name] and (trained[name], wanted[name]) != RENAMED
+        if trained[name] != wanted[name]
+        and (trained[name], wanted[name]) != RENAMED  # the same under its new name
     )
     return _listed(trained, differing), _listed(wanted, differing)
 

@@ -174,7 +174,10 @@ class LRPETransformer(BooleanFlags, Prunable, TransformerModelBase):
         )
 
     def prepare_for_inference_(self, cfg: Any) -> None:
-        """Called by fairseq before inference."""
+        """Called by fairseq before inference.
+
+        Raises: Refusal if weights of linear cross-attention are asked for.
+        """
         options = cfg.generation
         aligns = options.print_alignment or options.replace_unk is not None
         types = over_layers(self.cfg.cross.attention_type, len(self.decoder.layers))
@@ -192,7 +195,10 @@ class LRPETransformerTiny(LRPETransformer):
 
 
 def check_cross_options(cfg: Any) -> None:
-    """Refuse options of cross-attention if it is fairseq's own, which reads none of them."""
+    """Refuse options of cross-attention if it is fairseq's own, which reads none of them.
+
+    Raises: ChoiceError for the first option that would be ignored.
+    """
     options = getattr(cfg, "cross", None)
     if options is None or not has_stock_cross(cfg):
         return

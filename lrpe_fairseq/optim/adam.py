@@ -42,6 +42,7 @@ def groups(
     """Return torch's two parameter groups: those that are decayed and those that are not."""
     params = list(params)
     kept = [p for p in params if not decayed(p)]
+    # a group has the optimizer's own decay unless it says another
     return [{"params": [p for p in params if decayed(p)]}, {"params": kept, "weight_decay": 0.0}]
 
 

@@ -57,7 +57,10 @@ class ClassTask(FairseqTask):
     """A task whose targets are numbers of classes: ``cfg.num_classes``, ``dictionary``."""
 
     def build_criterion(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Refuse fairseq's default, which would divide the loss of an example by its tokens."""
+        """Refuse fairseq's default, which would divide the loss of an example by its tokens.
+
+        Raises: Refusal for a criterion of tokens.
+        """
         if cfg._name in PER_TOKEN:
             refuse(f"--criterion {cfg._name} is for texts: pass --criterion lrpe_classification")
         return super().build_criterion(cfg, from_checkpoint)

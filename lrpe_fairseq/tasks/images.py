@@ -189,6 +189,7 @@ def read_index(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
     if not path.is_file():
         refuse(f"{path} does not exist: prepare this split, or choose another one")
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+    # the size of a file is for the step that writes the index
     if not lines or any(len(line) != 3 or not line[0].isdigit() for line in lines):
         refuse(f"{path} is not a list of classes, sizes and files: prepare the data again")
     labels = np.array([int(line[0]) for line in lines], dtype=np.int64)
@@ -225,7 +226,7 @@ class UpdateOrder:
     def __call__(self, permutation: np.ndarray) -> np.ndarray:
         """Return the order of a permutation of N images, int64: copy c of image i is i + N c."""
         count = len(permutation)
-        copies = permutation[:, None] + count * np.arange(self.repeats)
+        copies = permutation[:, None] + count * np.arange(self.repeats)  # images copies
         kept = count // ROUND * ROUND if count >= ROUND else count
         # at least one update: an epoch may be shorter than it
         whole = kept // self.update * self.update or self.update

@@ -118,6 +118,7 @@ class LRPESyntheticTask(FairseqTask):
     def train_step(self, sample: dict, *rest: Any, **keywords: Any) -> tuple[Any, int, dict]:
         """Train as fairseq does, and count all tokens."""
         loss, size, log = super().train_step(sample, *rest, **keywords)
+        # fairseq sums the log over batches and processes
         return loss, size, {**log, "_tokens": sample["tokens"]}
 
     def valid_step(self, sample: dict, model: nn.Module, criterion: Any) -> tuple[Any, int, dict]:
@@ -136,6 +137,7 @@ class LRPESyntheticTask(FairseqTask):
         metrics.log_scalar("wpb", total("_tokens"), priority=180, round=1)
         metrics.log_speed("wps", total("_tokens"), priority=90, round=1)
         metrics.log_scalar("bsz", total("nsentences"), priority=190, round=1)
+        # not the task's own method in fairseq, which logs the speed in scored tokens
         criterion.__class__.reduce_metrics(logging_outputs)
         samples = total("_samples")
         answers = total("_answers")

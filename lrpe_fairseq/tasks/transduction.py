@@ -100,6 +100,7 @@ class LRPETransductionTask(TranslationTask):
 
         Raises: Refusal for ``task_cfg``, the task of a checkpoint, with other positions.
         """
+        # fairseq-validate and fairseq-generate pass the task of the checkpoint
         trained = getattr(keywords.get("task_cfg"), "node_positions", self.cfg.node_positions)
         if trained != self.cfg.node_positions:
             done = "with" if trained else "without"
@@ -243,7 +244,7 @@ def scored_mask(target: Tensor, pad: int, eos: int, scored: str) -> Tensor:
 
 def sums(log_probs: Tensor, target: Tensor, scored: Tensor) -> dict[str, float]:
     """Return the sums of a batch: log_probs (B, T, V), target (B, T), scored (B, T)."""
-    nll = -log_probs.gather(2, target.unsqueeze(2)).squeeze(2).double()
+    nll = -log_probs.gather(2, target.unsqueeze(2)).squeeze(2).double()  # sums of many terms
     right = log_probs.argmax(2).eq(target)
     return {
         "_nll": float(nll[scored].sum()),

@@ -70,6 +70,7 @@ class Streams:
     def stream_of(self, block: int) -> int:
         """Return the stream that contains a block."""
         length, longer = divmod(self.blocks, self.streams)
+        # the first streams have a block more
         if block < longer * (length + 1):
             return block // (length + 1)
         return (block - longer) // length
@@ -148,6 +149,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         states = [None] * trainer.data_parallel_world_size
         group = trainer.data_parallel_process_group
         torch.distributed.all_gather_object(states, self._model.decoder.memory.state(), group=group)
+        # every stream is of one process
         self._gathered = {stream: past for state in states for stream, past in state.items()}
 
     def set_checkpoint_dict(self, state: dict[int, Any]) -> None:
@@ -230,7 +232,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     def _batches_per_update(self, dataset: MonolingualDataset, epoch: int) -> int:
         """Return --update-freq of the epoch in training, else 1."""
         if dataset is not self.datasets.get(self.args.train_subset):
-            return 1
+            return 1  # evaluation has no updates
         frequencies = self.args.update_freq
         return int(frequencies[min(epoch, len(frequencies)) - 1])
 
