@@ -41,8 +41,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 EXTRAS = {
     "fairseq": (
-        *("fairseq", "fairseq_cli", "bitarray", "hydra", "omegaconf", "regex", "sacrebleu"),
-        *("sentencepiece", "tensorboard", "tqdm", "yaml"),
+        "fairseq",
+        "fairseq_cli",
+        "bitarray",
+        "hydra",
+        "omegaconf",
+        "regex",
+        "sacrebleu",
+        "sentencepiece",
+        "tensorboard",
+        "tqdm",
+        "yaml",
     ),
     "experiments": ("adjustText", "jinja2", "matplotlib", "pandas", "scipy"),
     "images": ("mlxtend", "sklearn", "PIL"),

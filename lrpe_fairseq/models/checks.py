@@ -41,9 +41,16 @@ def check_language_model(options: Any) -> None:
     check_xformers(options.decoder_xformers_att_config)
     widths = (options.decoder_embed_dim, options.decoder_ffn_embed_dim)
     check_quantization_blocks(options.quant_noise_pq, options.quant_noise_pq_block_size, *widths)
-    dims = ("embed_dim", "input_dim", "output_dim", "ffn_embed_dim", "attention_heads")
-    check_sizes(options, "decoder_layers", *(f"decoder_{name}" for name in dims))
-    check_sizes(options, "max_target_positions")
+    check_sizes(
+        options,
+        "decoder_layers",
+        "decoder_embed_dim",
+        "decoder_input_dim",
+        "decoder_output_dim",
+        "decoder_ffn_embed_dim",
+        "decoder_attention_heads",
+        "max_target_positions",
+    )
     check_probabilities(options)
 
 
@@ -202,8 +209,14 @@ def check_sizes(options: Any, *names: str, section: str = "") -> None:
 
 
 PROBABILITIES = (
-    *("dropout", "attention_dropout", "activation_dropout", "pooler_dropout", "drop_path"),
-    *("layerdrop", "encoder_layerdrop", "decoder_layerdrop"),
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "pooler_dropout",
+    "drop_path",
+    "layerdrop",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
 )
 """Options that are probabilities of dropping something, at least 0 and less than 1."""
 

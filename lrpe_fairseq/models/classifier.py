@@ -282,8 +282,15 @@ def check_classifier(options: Any, task: Any) -> None:
     """Raise ChoiceError for options that contradict each other or the data of the task."""
     if not hasattr(task, "num_classes"):
         raise ChoiceError("lrpe_classifier needs the task lrpe_classification or lrpe_images")
-    sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
-    check_sizes(options, *(f"encoder_{name}" for name in sizes), "patch", "channels")
+    check_sizes(
+        options,
+        "encoder_layers",
+        "encoder_embed_dim",
+        "encoder_ffn_embed_dim",
+        "encoder_attention_heads",
+        "patch",
+        "channels",
+    )
     check_probabilities(options)
     if options.norm == "batch" and options.checkpoint_activations:
         raise ChoiceError(

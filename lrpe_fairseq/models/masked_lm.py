@@ -115,8 +115,14 @@ class LRPERobertaModel(BooleanFlags, Prunable, RobertaModel):
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         options.tokens_per_sample = tokens_per_sample(getattr(task, "cfg", None))
         with one_sentence_errors():
-            sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
-            check_sizes(options, *(f"encoder_{name}" for name in sizes), "max_positions")
+            check_sizes(
+                options,
+                "encoder_layers",
+                "encoder_embed_dim",
+                "encoder_ffn_embed_dim",
+                "encoder_attention_heads",
+                "max_positions",
+            )
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
             check_quantization_blocks(
