@@ -7,9 +7,10 @@ A line of the frame is the value of one cell for one seed. Templates take a :cla
 import csv
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lrpe_fairseq.experiments.records.keys import RATE, filled, option
 from lrpe_fairseq.experiments.records.layout import ANY, Column, Row, Table, load_tables, short
 from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
 from lrpe_fairseq.experiments.records.runs import Run, plain, read_runs
-from lrpe_fairseq.experiments.report import orders
+from lrpe_fairseq.experiments.report import measurements, orders, yardsticks
 from lrpe_fairseq.experiments.report.markdown import fixed
 
 UNNAMED = {
@@ -33,9 +34,17 @@ UNNAMED = {
     "task.node_positions", "task._name",
 }  # fmt: skip
 """Options that :func:`method` names in its own way, or that follow from the method."""
-MARKS = {orders.BETTER: "✓", orders.WORSE: "✗", orders.TIED: "≈", orders.UNSTABLE: "~"}
-"""The sign of a mark; "?" stands for open."""
-LOGARITHMIC = {"ppl", "word_ppl"}
+SIGNS = {
+    orders.BETTER: "✓",
+    orders.WORSE: "✗",
+    orders.EQUAL: "=",
+    orders.UNRESOLVED: "?",
+    orders.UNSTABLE: "~",
+}
+"""The sign of a verdict."""
+LOGARITHMIC = {"ppl", "word_ppl", "document_ppl"}
+PERCENT = {"f1", "matthews", "pearson", "spearman"}
+LOSSES = {"loss", "delta", BEYOND, "gain"}
 COUNTS = {  # fraction -> metric with the number of tested examples, and value of 100 %
     "accuracy": ("examples", 100.0),
     "top5": ("examples", 100.0),
@@ -86,10 +95,12 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
 class ColumnView:
     """One column of one comparable group of runs.
 
-    cells: label of a row -> seed -> value. examples: size of the test set of an accuracy, else 0.
-    kind: scale of comparison (``orders.compared``). whole: value of 100 % of a fraction. paper:
-    label -> published number. names: label -> :func:`method`. broken: labels with a seed whose
-    evaluation was not finite.
+    cells: label of a row -> seed -> value. examples: number of tests: examples of an accuracy,
+    tokens of a perplexity, else 0. kind: of ``orders.UNITS``. whole: value of 100 % of a fraction.
+    paper: label -> published number. names: label -> :func:`method`. broken: labels with a seed
+    whose evaluation was not finite. runs: label -> seed -> name of the run that has the value.
+    home: the measurements of all pages. yardstick: the metrics of n-grams on the same tokens, empty
+    where there are none.
     """
 
     table: Table
@@ -103,6 +114,9 @@ class ColumnView:
     paper: Mapping[str, float]
     names: Mapping[str, str]
     broken: frozenset[str]
+    runs: Mapping[str, Mapping[int, str]]
+    home: "Measurements"
+    yardstick: Mapping[str, float]
 
     @property
     def rows(self) -> list[str]:
@@ -110,7 +124,8 @@ class ColumnView:
         return [label for label, values in self.cells.items() if values]
 
     @functools.cached_property
-    def _scaled(self) -> orders.Cells:
+    def scaled(self) -> orders.Cells:
+        """The values of the sound rows on the scale of comparisons."""
         return {
             label: {seed: orders.compared(v / self.whole, self.kind) for seed, v in values.items()}
             for label, values in self.cells.items()
@@ -118,22 +133,48 @@ class ColumnView:
         }
 
     @functools.cached_property
-    def _marks(self) -> dict[tuple[str, str], str]:
-        return orders.orders(self._scaled, self.column.better, self.examples)
+    def key(self) -> "measurements.Key":
+        """What names the measurement of this column."""
+        return measurements.key_of(
+            self.home.root, self.table, self.scale, self.dataset, self.column
+        )
 
     @functools.cached_property
-    def unstable(self) -> set[str]:
-        """The rows that evaluated for every seed, but whose seeds vary too much to be ordered."""
-        return orders.unstable(self._scaled, self.examples)
+    def measurement(self) -> orders.Measurement:
+        """The measurement of this column, with the rows of all pages."""
+        return self.home.of(self.key)
+
+    def identity(self, row: str) -> str:
+        """Return what names a row on all pages: the runs that have its values."""
+        return measurements.identity(self.runs[row])
+
+    def verdict(self, row: str, other: str) -> orders.Verdict:
+        """Return the verdict on ``row`` against ``other``; unstable if either has a lost seed."""
+        unit = orders.UNITS[self.kind].name
+        if {row, other} & self.broken:
+            return orders.Verdict(orders.UNSTABLE, math.nan, -math.inf, math.inf, unit)
+        if row not in self.rows or other not in self.rows:
+            return orders.Verdict(orders.UNRESOLVED, math.nan, -math.inf, math.inf, unit)
+        return self.measurement.verdict(self.identity(row), self.identity(other))
 
     def mark(self, row: str, other: str) -> str:
-        """Return how ``row`` compares with ``other``: better, worse, tied, unstable or open."""
-        broken = {row, other} & self.broken
-        return orders.UNSTABLE if broken else self._marks.get((row, other), orders.OPEN)
+        """Return the name of :meth:`verdict`."""
+        return self.verdict(row, other).name
 
     def sign(self, row: str, other: str) -> str:
-        """Return the sign of :meth:`mark`, empty for a row against itself."""
-        return "" if row == other else MARKS.get(self.mark(row, other), "?")
+        """Return the sign of :meth:`verdict`; unresolved with what would have shown.
+
+        Empty for a row against itself, and in a column of numbers that are not compared.
+        """
+        if row == other or self.kind == "plain":
+            return ""
+        found = self.verdict(row, other)
+        shown = found.name == orders.UNRESOLVED and found.known
+        return SIGNS[found.name] + (f" {size(found.visible, self.kind)}" if shown else "")
+
+    def difference(self, row: str, other: str) -> str:
+        """Return the difference of two rows with its interval, such as "-3.5 % [-7.6, 0.9]"."""
+        return difference(self.verdict(row, other), self.kind)
 
     def mean(self, row: str) -> float:
         """Return the mean over seeds. Raises: KeyError without a value."""
@@ -171,37 +212,83 @@ class ColumnView:
         sound = [row for row in self.rows if row not in self.broken]
         return sorted(sound, key=lambda row: sign * self.mean(row))
 
-    @property
+    @functools.cached_property
     def is_open(self) -> bool:
-        """True if no pair of rows can be ordered or called tied."""
-        decided = {orders.BETTER, orders.WORSE, orders.TIED}
-        return not decided & set(self._marks.values())
+        """True if no pair of rows has an interval: nothing can be said about any order."""
+        rows = self.ranked()
+        return not any(self.verdict(a, b).known for a, b in itertools.combinations(rows, 2))
 
-    def first(self) -> str:
-        """Return the stable row with the best mean. Raises: KeyError without one."""
-        for row in self.ranked():
-            if row not in self.unstable:
-                return row
-        raise KeyError(f"{self.table.name}, {self.column.key} has no stable row")
+    @functools.cached_property
+    def unbeaten(self) -> list[str]:
+        """The rows that no row of this column is better than, the best mean first."""
+        rows = self.ranked()
+        return [
+            a for a in rows if not any(self.mark(b, a) == orders.BETTER for b in rows if b != a)
+        ]
 
-    def tied_with(self, row: str) -> list[str]:
-        """Return the other rows that are not ordered with ``row``, the best mean first."""
-        return [o for o in self.ranked() if o != row and self.mark(o, row) in (orders.TIED, "open")]
+    def against(self, row: str) -> dict[str, list[str]]:
+        """Return verdict -> the other rows that have it against ``row``, the best mean first."""
+        found: dict[str, list[str]] = {name: [] for name in orders.VERDICTS}
+        for other in self.ranked():
+            if other != row:
+                found[self.mark(other, row)].append(other)
+        return found
 
-    def better_than(self, row: str) -> list[str]:
-        """Return the rows better than ``row``, the best mean first."""
-        return [o for o in self.ranked() if o != row and self.mark(o, row) == orders.BETTER]
+    @property
+    def beats_ngrams(self) -> bool | None:
+        """True if the best mean is better than n-grams of as many tokens; None without them."""
+        ours = self.ranked()
+        if not self.yardstick or not ours:
+            return None
+        return self.mean(ours[0]) < self.yardstick["ppl"]
+
+
+def size(value: float, kind: str) -> str:
+    """Return the size of a difference as text, without its unit.
+
+    >>> size(12.34, "perplexity"), size(0.512, "bleu")
+    ('12', '0.5')
+    """
+    if kind == "loss":
+        return f"{value:.3f}"
+    return f"{value:.0f}" if abs(value) >= 9.95 else f"{value + 0.0:.1f}"
+
+
+def difference(found: orders.Verdict, kind: str) -> str:
+    """Return a difference with its interval and unit; "–" without an interval.
+
+    >>> difference(orders.Verdict("better", -3.51, -7.6, -0.2, "%"), "perplexity")
+    '-3.5 % [-7.6, -0.2]'
+    """
+    if not found.known:
+        return "–"
+    own, low, high = (_signed(value, kind) for value in (found.size, found.low, found.high))
+    return f"{own}{' ' * bool(found.unit)}{found.unit} [{low}, {high}]"
+
+
+def _signed(value: float, kind: str) -> str:
+    text = size(value, kind)
+    zero = not float(text)
+    return text.lstrip("-") if zero else text if value < 0 else f"+{text}"
 
 
 # --- the runs of a cell --------------------------------------------------------------------------
 
 
 class Scores(dict[int, float]):
-    """The value of a cell per seed. lost: the seeds whose evaluation was not finite."""
+    """The value of a cell per seed.
 
-    def __init__(self, values: Mapping[int, float] = {}, lost: Iterable[int] = ()):
+    lost: the seeds whose evaluation was not finite. names: seed -> the run with the value.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[int, float] = {},
+        lost: Iterable[int] = (),
+        names: Mapping[int, str] = {},
+    ):
         super().__init__(values)
-        self.lost = frozenset(lost)
+        self.lost, self.names = frozenset(lost), dict(names)
 
 
 @dataclass(frozen=True)
@@ -252,8 +339,10 @@ class Sheet:
             parts = [self.scores(row, self.table.column(key)) for key in column.mean_of]
             seeds = sorted(set.intersection(*map(set, parts)))
             means = {seed: statistics.fmean(part[seed] for part in parts) for seed in seeds}
-            return Scores(means, set().union(*(part.lost for part in parts)))
-        chosen = {seed: _value(run, column) for seed, run in self._selected(row, column).items()}
+            names = {seed: "+".join(part.names[seed] for part in parts) for seed in seeds}
+            return Scores(means, set().union(*(part.lost for part in parts)), names)
+        selected = self._selected(row, column)
+        chosen = {seed: _value(self.runs[name], column) for seed, name in selected.items()}
         known = {seed: value for seed, value in chosen.items() if value is not None}
         if column.metric == HOLDS and known:  # a mean of two lengths is none of them
             known = dict.fromkeys(known, min(known.values()))
@@ -262,10 +351,10 @@ class Sheet:
             for run in self.runs_of(row, column).values()
             if DIVERGED in _at(run, column.split, column.protocol)
         }
-        return Scores(known, lost - set(known))
+        return Scores(known, lost - set(known), {seed: selected[seed] for seed in known})
 
-    def _selected(self, row: Row, column: Column) -> dict[int, Run]:
-        """Return seed -> the run that a cell shows: the only one, or the best of ``best_over``."""
+    def _selected(self, row: Row, column: Column) -> dict[int, str]:
+        """Return seed -> name of the run of a cell: the only one, or the best of ``best_over``."""
         found: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
         judge = dataclasses.replace(column, **column.best_by)
         for name, run in self.runs_of(row, column).items():
@@ -284,7 +373,7 @@ class Sheet:
         ranked = {
             seed: best(own.values(), key=lambda r: r[0]) for seed, own in sorted(found.items())
         }
-        return {seed: self.runs[name] for seed, (_, name) in ranked.items()}
+        return {seed: name for seed, (_, name) in ranked.items()}
 
 
 def _value(run: Run, column: Column) -> float | None:
@@ -347,6 +436,25 @@ def require_same(table: Table, runs: Mapping[str, Run]) -> None:
 # --- all results ---------------------------------------------------------------------------------
 
 
+class Measurements:
+    """The measurements of all pages, made when the first verdict is asked for.
+
+    views: yields every column.
+    """
+
+    def __init__(self, root: Path, views: Callable[[], Iterator[ColumnView]]) -> None:
+        self.root, self._views = root, views
+
+    def of(self, key: "measurements.Key") -> orders.Measurement:
+        """Return the measurement of a key, with the rows of all columns that have it."""
+        return self.every[key]
+
+    @functools.cached_property
+    def every(self) -> "dict[measurements.Key, orders.Measurement]":
+        """All measurements, with the frozen priors and the named contrasts."""
+        return measurements.gathered(self.root, self._views())
+
+
 class Results:
     """The measurements of the checkout ``root``: the frame, and views of its columns.
 
@@ -358,7 +466,15 @@ class Results:
         runs = read_runs(root / "results" / "runs") if runs is None else runs
         self.tables = {table.name: table for table in load_tables(root / "configs" / "tables")}
         self.sheets = [s for table in self.tables.values() for s in sheets(table, runs)]
+        self.yardsticks = yardsticks.Yardsticks(runs)
+        self.measurements = Measurements(root, self.views)
         self._views: dict[tuple[str, str], ColumnView] = {}
+
+    def views(self) -> Iterator[ColumnView]:
+        """Yield every column of every comparable group."""
+        for sheet in self.sheets:
+            for column in sheet.table.columns:
+                yield self.view(sheet, column.key)
 
     def sheets_of(self, table: str) -> list[Sheet]:
         """Return the comparable groups of a table that have runs.
@@ -384,8 +500,31 @@ class Results:
         """Return a column of a sheet."""
         name = (sheet.name, key)
         if name not in self._views:
-            self._views[name] = _view(self.root, sheet, sheet.table.column(key))
+            self._views[name] = self._view(sheet, sheet.table.column(key))
         return self._views[name]
+
+    def _view(self, sheet: Sheet, column: Column) -> ColumnView:
+        table = sheet.table
+        found = {row.label: sheet.scores(row, column) for row in table.rows}
+        parts = [table.column(key) for key in column.mean_of] or [column]
+        kind = kind_of({part.metric for part in parts})
+        published = {row.label: _published(self.root, table, row, parts) for row in table.rows}
+        return ColumnView(
+            table=table,
+            scale=sheet.scale,
+            dataset=sheet.dataset,
+            column=column,
+            cells={label: dict(scores) for label, scores in found.items()},
+            examples=_examples(sheet, parts),
+            kind=kind,
+            whole=COUNTS[parts[0].metric][1] if kind == "fraction" else 1.0,
+            paper={label: value for label, value in published.items() if value is not None},
+            names=names(table),
+            broken=frozenset(label for label, scores in found.items() if scores.lost),
+            runs={label: scores.names for label, scores in found.items()},
+            home=self.measurements,
+            yardstick=self.yardsticks.of(sheet, column),
+        )
 
     def headlines(self, sheet: Sheet) -> list[ColumnView]:
         """Return the headline columns of a sheet that have values."""
@@ -413,36 +552,31 @@ def results(root: Path) -> Results:
     return Results(root)
 
 
-def _view(root: Path, sheet: Sheet, column: Column) -> ColumnView:
-    table = sheet.table
-    found = {row.label: sheet.scores(row, column) for row in table.rows}
-    parts = [table.column(key) for key in column.mean_of] or [column]
-    metrics = {part.metric for part in parts}
-    fraction = metrics <= COUNTS.keys()
-    published = {row.label: _published(root, table, row, parts) for row in table.rows}
-    return ColumnView(
-        table=table,
-        scale=sheet.scale,
-        dataset=sheet.dataset,
-        column=column,
-        cells={label: dict(scores) for label, scores in found.items()},
-        examples=_examples(sheet, parts) if fraction else 0,
-        kind="perplexity" if metrics <= LOGARITHMIC else "fraction" if fraction else "",
-        whole=COUNTS[parts[0].metric][1] if fraction else 1.0,
-        paper={label: value for label, value in published.items() if value is not None},
-        names=names(table),
-        broken=frozenset(label for label, scores in found.items() if scores.lost),
-    )
+def kind_of(metrics: set[str]) -> str:
+    """Return the kind of values (``orders.UNITS``) of the metrics that a column shows or averages.
+
+    >>> kind_of({"ppl"}), kind_of({"accuracy"}), kind_of({"accuracy", "matthews"})
+    ('perplexity', 'fraction', 'percent')
+    """
+    if metrics <= LOGARITHMIC:
+        return "perplexity"
+    if metrics <= COUNTS.keys():
+        return "fraction"
+    if metrics <= PERCENT | {"accuracy"}:
+        return "percent"
+    if metrics == {"bleu"}:
+        return "bleu"
+    return "loss" if all(m in LOSSES or m.startswith("loss-") for m in metrics) else "plain"
 
 
 def _examples(sheet: Sheet, columns: Sequence[Column]) -> int:
-    """Return the tested examples of the columns together, for any run."""
+    """Return the tests of the columns together, for any run: examples, or tokens; 0 if unknown."""
     total = 0
     for column in columns:
+        counted = "tokens" if column.metric in LOGARITHMIC else COUNTS.get(column.metric, ("",))[0]
         own = (run for row in sheet.table.rows for run in sheet.runs_of(row, column).values())
         measured = (_at(run, column.split, column.protocol) for run in own)
-        counts = (found.get(COUNTS[column.metric][0]) for found in measured)
-        total += int(next(filter(None, counts), 0))
+        total += int(next(filter(None, (found.get(counted) for found in measured)), 0))
     return total
 
 
