@@ -13,7 +13,7 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.layout import ANY, Table
-from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, speed
+from lrpe_fairseq.experiments.report import evidence, frame, markdown, orders, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
@@ -64,8 +64,15 @@ def _is_measured(results: Results) -> bool:
 def choosing(results: Results) -> str:
     """Return docs/choosing.md."""
     config = next(iter(results.sheets_of("extrapolation")[0].runs.values()))["config"]
-    found = statements(results)
-    return markdown.rendered("choosing.md.j2", **_values(results), statements=found, config=config)
+    return markdown.rendered(
+        "choosing.md.j2",
+        **_values(results),
+        statements=statements(results),
+        config=config,
+        lrpe_against_rope=evidence.lrpe_against_rope(results),
+        ladders=evidence.ladder(results),
+        agreement=evidence.agreement(results),
+    )
 
 
 def answer(root: Path) -> str:
@@ -79,11 +86,22 @@ def _values(results: Results) -> dict[str, Callable]:
     return {
         "expect": expect,
         "column": results.column,
+        "has": partial(has, results),
+        "of_ngrams": evidence.of_ngrams,
+        "unbeaten": evidence.unbeaten,
+        "best_of": evidence.best_of,
+        "most_gained": partial(evidence.most_gained, results),
         "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),
         "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),
         "speed": partial(speed.speed, results.root, "cuda"),
         "cpu_speed": partial(speed.speed, results.root, "cpu"),
     }
+
+
+def has(results: Results, table: str, key: str, scale: str, rows: list[str]) -> bool:
+    """True if a column of a table has values of these rows at a scale."""
+    sheets = (sheet for sheet in results.sheets_of(table) if sheet.scale == scale)
+    return any(set(rows) <= set(results.view(sheet, key).ranked()) for sheet in sheets)
 
 
 def expect(supported: bool) -> str:
@@ -116,12 +134,19 @@ def _stated(results: Results, given: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+HOLDS, CONTRADICTED, OPEN = "holds", "not reproduced at this scale", "unresolved"
+"""Verdicts on statements of papers."""
+
+
 def verdict(view: ColumnView, first: str, others: list[str]) -> str:
-    """Return holds (better than all), contradicted (worse than one) or open."""
+    """Return whether ``first`` is better than all ``others``, as a paper says.
+
+    It holds if it is better than every one. It is not reproduced if it is worse than one, or equal.
+    """
     marks = {view.mark(first, other) for other in others}
     if marks == {orders.BETTER}:
-        return "holds"
-    return "contradicted" if orders.WORSE in marks else "open"
+        return HOLDS
+    return CONTRADICTED if marks & {orders.WORSE, orders.EQUAL} else OPEN
 
 
 # --- the index -----------------------------------------------------------------------------------
@@ -139,12 +164,12 @@ def index(results: Results) -> str:
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
     path = results.root / "results" / "false-orders.json"
-    values["false_orders"] = read_json(path)["false_orders"] if path.exists() else None
+    values["false_orders"] = read_json(path) or None
     return markdown.rendered("results.md.j2", **values)
 
 
 def _first(results: Results, table: Table) -> str:
-    """Return the best rows of a table's first headline columns."""
+    """Return the unbeaten rows of a table's first headline columns."""
     if table.compare == "columns":
         return "–"
     sheet = results.sheets_of(table.name)[0]
@@ -160,11 +185,10 @@ def _first(results: Results, table: Table) -> str:
 def _best(view: ColumnView) -> str:
     if not view.ranked():
         return "not finite"
-    if view.is_open:
+    if view.is_open or view.kind == "plain":
         return f"{view.named(view.ranked()[0])} ?"
-    best = view.first()
-    tied = view.tied_with(best)
-    return view.named(best) + (f" ≈ {len(tied)} more" if tied else " ✓")
+    best, *others = view.unbeaten
+    return view.named(best) + (f" and {len(others)} more" if others else "")
 
 
 def _not_run(results: Results) -> str:
@@ -191,6 +215,7 @@ def draw_lengths(path: Path, results: Results, table: str) -> None:
         views = [(n, results.column(table, f"{attention}-paired-{n}")) for n in lengths]
         names = views[0][1].names
         curves = {names[row]: found for row in rows if (found := _curve(views, row))}
+        curves |= _of_ngrams(views)
         y = "test perplexity, lower is better"
         panels.append(plots.Panel(f"{attention} attention", "context, tokens", curves, y))
     plots.lines(path, panels, mark=lengths[0], most=HIGHEST)
@@ -203,6 +228,17 @@ def _curve(views: list[tuple[int, ColumnView]], row: str) -> list[plots.Point]:
         for tokens, view in views
         if row in view.rows and row not in view.broken
     ]
+
+
+def _of_ngrams(views: list[tuple[int, ColumnView]]) -> dict[str, list[plots.Point]]:
+    """Return the curves of n-grams, alone and with a cache of the context."""
+    known = [(tokens, view.yardstick) for tokens, view in views if view.yardstick]
+    names = {"ppl": plots.NGRAMS, "cache-ppl": plots.CACHED}
+    return {
+        name: [plots.point(tokens, [found[metric]]) for tokens, found in known]
+        for metric, name in names.items()
+        if known
+    }
 
 
 def draw_speed(path: Path, results: Results) -> None:

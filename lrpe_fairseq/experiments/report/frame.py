@@ -42,6 +42,8 @@ SIGNS = {
     orders.UNSTABLE: "~",
 }
 """The sign of a verdict."""
+WIDE, HUGE = 100.0, 1000.0
+"""A visible difference from which a sign has no number, and a bound that is not printed."""
 LOGARITHMIC = {"ppl", "word_ppl", "document_ppl"}
 PERCENT = {"f1", "matthews", "pearson", "spearman"}
 LOSSES = {"loss", "delta", BEYOND, "gain"}
@@ -169,8 +171,18 @@ class ColumnView:
         if row == other or self.kind == "plain":
             return ""
         found = self.verdict(row, other)
-        shown = found.name == orders.UNRESOLVED and found.known
+        shown = found.name == orders.UNRESOLVED and found.known and found.visible < WIDE
         return SIGNS[found.name] + (f" {size(found.visible, self.kind)}" if shown else "")
+
+    def versus(self, row: str, other: str) -> str:
+        """Return the verdict and the difference, such as "better, -3.5 % [-7.6, -0.2]"."""
+        if row not in self.rows or other not in self.rows:
+            return "not measured"
+        found = self.verdict(row, other)
+        if found.known:
+            return f"{found.name}, {self.difference(row, other)}"
+        both = f"{self.short(row)} against {self.short(other)}"
+        return f"{both}, one seed" if found.name == orders.UNRESOLVED else f"{both}, {found.name}"
 
     def difference(self, row: str, other: str) -> str:
         """Return the difference of two rows with its interval, such as "-3.5 % [-7.6, 0.9]"."""
@@ -263,6 +275,8 @@ def difference(found: orders.Verdict, kind: str) -> str:
     if not found.known:
         return "–"
     own, low, high = (_signed(value, kind) for value in (found.size, found.low, found.high))
+    if found.high >= HUGE:
+        high = f"over +{HUGE:.0f}"
     return f"{own}{' ' * bool(found.unit)}{found.unit} [{low}, {high}]"
 
 
@@ -458,12 +472,12 @@ class Measurements:
 class Results:
     """The measurements of the checkout ``root``: the frame, and views of its columns.
 
-    runs: name -> run, in place of the run files of the checkout.
+    runs: name -> run, by default the run files of the checkout.
     """
 
     def __init__(self, root: Path, runs: Mapping[str, Run] | None = None) -> None:
         self.root = root
-        runs = read_runs(root / "results" / "runs") if runs is None else runs
+        self.runs = runs = read_runs(root / "results" / "runs") if runs is None else runs
         self.tables = {table.name: table for table in load_tables(root / "configs" / "tables")}
         self.sheets = [s for table in self.tables.values() for s in sheets(table, runs)]
         self.yardsticks = yardsticks.Yardsticks(runs)

@@ -212,6 +212,11 @@ class Measurement:
     def interval(self, a: str, b: str) -> Interval:
         """Return the difference a - b on the scale of :func:`compared`.
 
+        The half width has two parts at a right angle: Student's limit for the seeds, and the normal
+        limit for the choice of tests, whose variance is known and which more seeds do not shrink.
+        One limit for both, by Satterthwaite's degrees of freedom, has false orders where the seeds
+        of a pair happen to agree.
+
         :data:`NOTHING` without a common seed, or for one seed without a prior.
         """
         own, other = self.cells.get(a, {}), self.cells.get(b, {})
@@ -223,10 +228,11 @@ class Measurement:
         count, freedom = len(gaps), strength + len(gaps) - 1
         squares = max(float(((gaps - gaps.mean()) ** 2).sum()), LEAST**2 * (count - 1))
         variance = (strength * self._expected(a, b) + squares) / freedom
-        total = variance / count + self.sampling
-        freedom *= (total * count / variance) ** 2  # the second part has no error of its own
-        half = _limit(self.error(a, b), freedom) * math.sqrt(total)
-        return Interval(float(gaps.mean()), float(half), math.sqrt(variance))
+        error = self.error(a, b)
+        of_seeds = _limit(error, freedom) * math.sqrt(variance / count)
+        of_tests = _limit(error, math.inf) * math.sqrt(self.sampling)  # more seeds do not shrink it
+        half = math.hypot(of_seeds, of_tests)
+        return Interval(float(gaps.mean()), half, math.sqrt(variance))
 
     def _expected(self, a: str, b: str) -> float:
         """Return the variance of a pair's difference by the prior."""

@@ -1,0 +1,322 @@
+"""Questions over several tables: LRPE against RoPE, budgets, and agreement with the papers.
+
+What a table lacks is left out, so the sections grow with the runs.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lrpe_fairseq.experiments.records.keys import sizes
+from lrpe_fairseq.experiments.report import markdown, orders
+from lrpe_fairseq.experiments.report.frame import ColumnView, Results, difference
+
+# --- LRPE against RoPE ---------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a pair was measured.
+
+    name: of the scale, for readers. columns: key of the column at the training length, and at 4 and
+    16 times that, without the attention; empty where there is none. pairs: attention, normalizer,
+    row of LRPE, row of RoPE.
+    """
+
+    name: str
+    table: str
+    scale: str
+    columns: tuple[str, str, str]
+    pairs: tuple[tuple[str, str, str, str], ...]
+
+
+ROTATED = ("linear", "rotated", "Type2", "RoPE")
+CONTENT = ("linear", "content", "Type2, content", "RoPE, content")
+LAYERNORM = ("linear", "layernorm", "Type2-LN", "RoPE-LN")
+BARE = ("linear", "none", "Type2, none", "RoPE, none")
+SOFTMAX = ("softmax", "", "Type2", "RoPE")
+PLACES = (
+    Place(
+        "WikiText-2, 1,800 updates",
+        "extrapolation",
+        "small",
+        ("blocks-128", "paired-512", "paired-2048"),
+        (SOFTMAX, ROTATED, CONTENT, LAYERNORM, BARE),
+    ),
+    Place(
+        "WikiText-2, 1,800 updates, sinusoidal positions too",
+        "table2",
+        "small",
+        ("test", "", ""),
+        (SOFTMAX, ROTATED),
+    ),
+    Place(
+        "WikiText-2, 16,200 updates, sinusoidal positions too",
+        "budget",
+        "annealed",
+        ("16200", "", ""),
+        (SOFTMAX, ROTATED),
+    ),
+    Place(
+        "WikiText-2, 16,200 updates",
+        "contrast",
+        "long",
+        ("blocks-128", "paired-512", "paired-2048"),
+        (SOFTMAX, LAYERNORM),
+    ),
+    Place(
+        "medium: books, 20 M tokens",
+        "medium",
+        "medium",
+        ("test", "paired-2048", "paired-8192"),
+        (SOFTMAX, LAYERNORM),
+    ),
+    Place(
+        "books: 6 x 512, 49 M tokens",
+        "books",
+        "books",
+        ("test", "paired-2048", "paired-8192"),
+        (SOFTMAX, ROTATED, CONTENT, LAYERNORM),
+    ),
+)
+"""Where LRPE and RoPE were trained alike."""
+
+
+def lrpe_against_rope(results: Results) -> str:
+    """Return a table of the differences in perplexity, with intervals and verdicts."""
+    head = ["scale", "attention", "seeds", "n-grams", "training length", "4 times", "16 times"]
+    rows = [row for place in PLACES for row in _of_place(results, place)]
+    return markdown.table(head, rows)
+
+
+def _of_place(results: Results, place: Place) -> Iterator[list[str]]:
+    for attention, normalizer, ours, other in place.pairs:
+        views = [column_of(results, place, attention, key) for key in place.columns]
+        first = views[0]
+        if first is None or not {ours, other} <= set(first.ranked()):
+            continue
+        cells = [view.versus(ours, other) if view else "" for view in views]
+        name = f"{attention}, {normalizer}" if normalizer else attention
+        link = f"[{place.name}](../results/{place.table}.md)"
+        yield [link, name, str(len(first.cells[ours])), learned(first, [ours, other]), *cells]
+
+
+def column_of(results: Results, place: Place, attention: str, key: str) -> ColumnView | None:
+    """Return a column of a place; None if the table lacks it or has no runs."""
+    if not key:
+        return None
+    try:
+        return results.column(place.table, f"{attention}-{key}", place.scale)
+    except (KeyError, ValueError):
+        return None
+
+
+def learned(view: ColumnView, rows: Sequence[str]) -> str:
+    """Return whether the better of some rows has a lower perplexity than n-grams, with both."""
+    if not view.yardstick:
+        return "–"
+    best, ngrams = min(view.mean(row) for row in rows), view.yardstick["ppl"]
+    word = "better" if best < ngrams else "no better"
+    return f"{word}, {best:.1f} against {ngrams:.1f}"
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+def of_ngrams(views: Sequence[ColumnView]) -> str:
+    """Say whether the best rows of columns are better than n-grams; empty without n-grams."""
+    known = [view for view in views if view.yardstick and view.ranked()]
+    if not known:
+        return ""
+    value = known[0].yardstick["ppl"]
+    best = min(view.mean(view.ranked()[0]) for view in known)
+    order = f"{known[0].yardstick['order']:.0f}-grams (modified Kneser-Ney)"
+    cache = f"{known[0].yardstick['cache-ppl']:.1f} with a cache of the context"
+    if any(view.beats_ngrams for view in known):
+        return f"The best has {best:.1f}; {order} of as many tokens have {value:.1f}, {cache}."
+    return (
+        f"None is better than {order} of as many tokens: the best has {best:.1f}, they have "
+        f"{value:.1f}, {cache}. So these are orders of learning n-grams."
+    )
+
+
+def unbeaten(view: ColumnView) -> str:
+    """Return the rows that no row of a column is better than."""
+    return markdown.listed([f"`{method_of(view, row)}` {view.short(row)}" for row in view.unbeaten])
+
+
+def method_of(view: ColumnView, row: str) -> str:
+    """Return the encoding of a row, without its options."""
+    return view.names[row].partition(", ")[0]
+
+
+def best_of(view: ColumnView) -> str:
+    """Return the unbeaten rows of a column as a sentence, or its span for one seed."""
+    rows = view.ranked()
+    if view.is_open:
+        return f"One seed: {view.named(rows[0])} to {view.named(rows[-1])}, no verdicts."
+    return f"No row is better than {unbeaten(view)}."
+
+
+def most_gained(results: Results) -> str:
+    """Return the most that distances beyond training are worth at 2,048 tokens, in nats."""
+    views = [results.column("extrapolation", f"{kind}-beyond") for kind in ("linear", "softmax")]
+    return f"{max(view.mean(row) for view in views for row in view.ranked()):.3f}"
+
+
+# --- the ladder ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rung:
+    """The difference of a row from RoPE at one budget.
+
+    tokens: of training. size: million parameters, nan if unknown. gap, half: of the difference of
+    log perplexities, half infinite for one seed. text: for readers.
+    """
+
+    tokens: int
+    size: float
+    gap: float
+    half: float
+    text: str
+
+
+LADDERS = (
+    (
+        "WikiText-2 in blocks of 256, validation, with sinusoidal positions",
+        (
+            ("budget", "annealed", "{attention}-1800"),
+            ("budget", "annealed", "{attention}-5400"),
+            ("budget", "annealed", "{attention}-16200"),
+        ),
+    ),
+    (
+        "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions",
+        (
+            ("extrapolation", "small", "{attention}-blocks-128"),
+            ("contrast", "long", "{attention}-blocks-128"),
+            ("medium", "medium", "{attention}-test-10m"),
+            ("medium", "medium", "{attention}-test"),
+            ("books", "books", "{attention}-test"),
+        ),
+    ),
+)
+"""Title, and the columns in ascending order of their training tokens."""
+RUNGS = 3
+"""The smallest number of budgets of a row in a ladder."""
+
+
+def ladder(results: Results) -> list[tuple[str, str]]:
+    """Return title and table of every ladder with a row that has enough budgets."""
+    found = []
+    for title, columns in LADDERS:
+        rows = [row for kind in ("linear", "softmax") for row in _climbs(results, kind, columns)]
+        if rows:
+            most = max(len(row) for _, _, row in rows)
+            head = ["attention", "method", *(f"budget {n}" for n in range(1, most + 1))]
+            lines = [
+                [kind, f"`{name}`", *(_rung_text(r) for r in own), *[""] * (most - len(own)),
+                 may_turn(own)]
+                for kind, name, own in rows
+            ]  # fmt: skip
+            found.append((title, markdown.table([*head, "may turn within ten times"], lines)))
+    return found
+
+
+def _climbs(
+    results: Results, attention: str, columns: Sequence[tuple[str, str, str]]
+) -> Iterator[tuple[str, str, list[Rung]]]:
+    """Yield attention, method and rungs of every row with enough of them."""
+    rungs: dict[str, list[Rung]] = {}
+    for table, scale, key in columns:
+        place = Place("", table, scale, ("", "", ""), ())
+        view = column_of(results, place, attention, key.partition("{attention}-")[2])
+        for name, rung in _rungs(results, view) if view else ():
+            rungs.setdefault(name, []).append(rung)
+    for name, own in rungs.items():
+        if len(own) >= RUNGS:
+            yield attention, name, own
+
+
+def _rungs(results: Results, view: ColumnView) -> Iterator[tuple[str, Rung]]:
+    """Yield the name and the rung of every row beside the RoPE of the same normalizer."""
+    by_name = {view.names[row]: row for row in view.ranked()}
+    for name, row in by_name.items():
+        base = by_name.get(_rope_of(name))
+        if base is None or base == row:
+            continue
+        found = view.verdict(row, base)
+        gap = math.log(view.mean(row) / view.mean(base))
+        half = view.measurement.interval(view.identity(row), view.identity(base)).half
+        run = results.runs[next(iter(view.runs[row].values()))]
+        tokens = (
+            run["config"]["optimization.max_update"] * sizes(run["config"], "dataset.max_tokens")[0]
+        )
+        text = difference(found, view.kind) if found.known else f"{100 * math.expm1(gap):+.1f} %"
+        size = float(run.get("million_parameters", math.nan))
+        yield name, Rung(int(tokens), size, gap, half, text)
+
+
+NORMALIZERS = ("layernorm", "content", "none")
+
+
+def _rope_of(name: str) -> str:
+    """Return the name of the row of RoPE with the normalizer of a row.
+
+    >>> _rope_of("lrpe-type2, layernorm"), _rope_of("fox, fox-bias 3.0")
+    ('rope, layernorm', 'rope')
+    """
+    own = [word for word in name.split(", ")[1:] if word in NORMALIZERS]
+    return ", ".join(["rope", *own])
+
+
+def _rung_text(rung: Rung) -> str:
+    million = f"{rung.tokens / 1e6:.1f} M tokens"
+    parameters = "" if math.isnan(rung.size) else f", {rung.size:.1f} M parameters"
+    return f"{rung.text} ({million}{parameters})"
+
+
+def may_turn(rungs: Sequence[Rung]) -> str:
+    """Return "yes" unless the sign of a difference is sure to stay for ten times the tokens.
+
+    The line through the first and the last rung, over the logarithm of the tokens, is prolonged by
+    a decade. The sign stays if both the last difference and the prolonged one have intervals that
+    lie on one side of zero. A rung of one seed has no interval.
+    """
+    first, last = rungs[0], rungs[-1]
+    if not math.isfinite(first.half + last.half):
+        return "yes (one seed)"
+    decades = math.log10(last.tokens / first.tokens)
+    gap = last.gap + (last.gap - first.gap) / decades
+    half = math.hypot(last.half * (1 + 1 / decades), first.half / decades)
+    sure = abs(last.gap) > last.half and abs(gap) > half and (gap > 0) == (last.gap > 0)
+    return "no" if sure else "yes"
+
+
+# --- agreement with the papers -------------------------------------------------------------------
+
+AGREEMENT = (
+    ("1,800 updates", "table2", "small", "valid"),
+    ("1,800 updates, annealed", "table2", "annealed", "valid"),
+    ("16,200 updates", "budget", "annealed", "16200"),
+    ("medium", "medium", "medium", "test"),
+    ("books", "table2", "books", "valid"),
+)
+"""Name, table, scale and column, without the attention, of the rows of the LRPE paper's Table 2."""
+
+
+def agreement(results: Results) -> str:
+    """Return a table of the rank correlations with the published Table 2."""
+    rows = []
+    for name, table, scale, key in AGREEMENT:
+        for attention in ("linear", "softmax"):
+            view = column_of(results, Place("", table, scale, ("", "", ""), ()), attention, key)
+            own = [row for row in view.ranked() if row in view.paper] if view else []
+            theirs = [view.paper[row] for row in own] if view else []
+            found = orders.correlation([view.mean(row) for row in own], theirs) if view else None
+            text = "fewer than ten rows"
+            if found:
+                text = f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+            rows.append([name, attention, str(len(own)), text if view else "not trained"])
+    return markdown.table(["training", "attention", "rows", "rank correlation"], rows)

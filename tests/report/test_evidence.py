@@ -1,0 +1,147 @@
+"""N-grams beside columns, and the questions over several tables."""
+
+import math
+
+import pytest
+
+from lrpe_fairseq.experiments.records.runs import write_run
+from lrpe_fairseq.experiments.report import evidence, pages
+from lrpe_fairseq.experiments.report.evidence import Rung
+from lrpe_fairseq.experiments.report.frame import Results
+from tests.report.test_frame import LAYERNORM, MEANS, checkout, measured, save
+from tests.test_results import make_run
+
+CONFIG = {
+    "model._name": "lrpe_lm",
+    "optimization.max_update": 10,
+    "dataset.max_tokens": 100,
+    "task.tokens_per_sample": 8,
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The small checkout, whose models are language models that have read 1,000 tokens."""
+    checkout(tmp_path)
+    for place, (encoding, value) in enumerate(MEANS.items()):
+        for seed in (1, 2, 3):
+            found = measured(value + 0.1 * ((seed + place) % 3), seed)
+            config = {**CONFIG, **(LAYERNORM if encoding == "permuteformer" else {})}
+            run = make_run(position_encoding=encoding, seed=seed, metrics=found, config=config)
+            write_run(tmp_path / "results" / "runs" / "demo" / f"{encoding}-{seed}.json", run)
+    return tmp_path
+
+
+def ngrams(root, ppl, tokens=1000, corpus=5000, **changes):
+    """Write the run file of n-grams on ``tokens`` of a corpus."""
+    numbers = {"ppl": ppl, "cache-ppl": ppl - 5, "order": 6, "cache-window": 8, "tokens": 50_000}
+    config = {"ngrams.tokens": tokens, "ngrams.corpus": corpus, "task.tokens_per_sample": 8}
+    run = make_run(experiment="ngrams", metrics={"valid": {"blocks": numbers}}, config=config)
+    path = root / "results" / "runs" / "ngrams" / f"n{tokens}.json"
+    write_run(path, {**run, **changes})
+
+
+def text(root):
+    from lrpe_fairseq.experiments.report import frame
+
+    frame.results.cache_clear()
+    return " ".join(pages.pages(root)["results/demo.md"].split())
+
+
+def test_a_column_of_a_language_model_has_n_grams_of_as_many_tokens(root):
+    ngrams(root, 45.0)
+    ngrams(root, 30.0, tokens=5000)
+    view = Results(root).column("demo", "ppl")
+    assert view.yardstick == {"ppl": 45.0, "cache-ppl": 40.0, "order": 6, "cache-window": 8}
+    assert Results(root).column("demo", "acc").yardstick == {}
+
+
+def test_a_model_that_has_read_a_text_more_than_once_has_n_grams_of_the_whole_text(root):
+    ngrams(root, 45.0, tokens=700, corpus=700)
+    assert Results(root).column("demo", "ppl").yardstick["ppl"] == 45.0
+
+
+def test_a_page_says_where_no_row_is_better_than_n_grams(root):
+    names = "6-grams, modified Kneser-Ney | {} | | |"
+    assert "N-grams" not in text(root)
+    ngrams(root, 39.0)
+    found = text(root)
+    assert (
+        "**N-grams.** No row of Linear attention, valid is better than 6-grams of as many" in found
+    )
+    assert "training tokens (39.00): the order of this column is one of learning n-grams." in found
+    assert f"| {names.format('39.00')}" in found
+    assert "| the same with a cache of the context | 34.00 | | |" in found
+    ngrams(root, 41.0)
+    found = text(root)
+    assert "**N-grams.**" not in found
+    assert f"| {names.format('41.00')}" in found
+
+
+def test_n_grams_of_another_test_set_are_refused(root):
+    for run in (root / "results" / "runs" / "demo").glob("*.json"):
+        if not run.name.startswith("base"):
+            run.unlink()
+    found = measured(50.0, 1)
+    save(root, "rope", 1, found)
+    run = make_run(position_encoding="rope", seed=1, metrics=found, config=CONFIG)
+    write_run(root / "results/runs/demo/rope-1.json", {**run, "data": {"valid": "a" * 64}})
+    ngrams(root, 45.0, data={"valid": "b" * 64})
+    with pytest.raises(ValueError, match="was evaluated on another split valid than its n-grams"):
+        Results(root).column("demo", "ppl")
+
+
+def test_other_models_have_no_n_grams(root):
+    ngrams(root, 45.0)
+    for encoding in MEANS:
+        for seed in (1, 2, 3):
+            found = measured(50.0, seed)
+            config = {**CONFIG, "model._name": "lrpe_roberta"}
+            run = make_run(position_encoding=encoding, seed=seed, metrics=found, config=config)
+            write_run(root / "results" / "runs" / "demo" / f"{encoding}-{seed}.json", run)
+    assert Results(root).column("demo", "ppl").yardstick == {}
+
+
+# --- ladders -------------------------------------------------------------------------------------
+
+
+def rungs(*gaps, half=0.01):
+    return [Rung(10**n, math.nan, gap, half, "") for n, gap in enumerate(gaps)]
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (rungs(-0.2, -0.2, -0.2), "no"),
+        (rungs(-0.1, -0.15, -0.2), "no"),
+        (rungs(-0.3, -0.2, -0.1), "yes"),  # on the way to zero
+        (rungs(-0.2, -0.2, -0.2, half=0.15), "yes"),  # the prolonged interval holds zero
+        (rungs(-0.005, -0.005, -0.005), "yes"),  # the last difference is unresolved
+        (rungs(-0.2, -0.2, -0.2, half=math.inf), "yes (one seed)"),
+    ],
+)
+def test_an_order_may_turn_unless_its_sign_is_sure_for_ten_times_the_tokens(own, said):
+    assert evidence.may_turn(own) == said
+
+
+def test_a_row_is_compared_with_rope_of_its_normalizer():
+    assert evidence._rope_of("lrpe-type2, content") == "rope, content"
+    assert evidence._rope_of("gated:lrpe-type2, layernorm, fox-bias 3.0") == "rope, layernorm"
+    assert evidence._rope_of("none, sinusoidal") == "rope"
+
+
+def test_the_places_of_lrpe_against_rope_exist():
+    from lrpe_fairseq.experiments.records.files import ROOT
+    from lrpe_fairseq.experiments.records.layout import load_tables
+
+    tables = {table.name: table for table in load_tables(ROOT / "configs" / "tables")}
+    for place in evidence.PLACES:
+        table = tables[place.table].at(place.scale)
+        for attention, _, ours, other in place.pairs:
+            for key in filter(None, place.columns):
+                column = table.column(f"{attention}-{key}")
+                assert table.row(ours).has(column)
+                assert table.row(other).has(column)
+    for _, columns in evidence.LADDERS:
+        for name, scale, key in columns:
+            assert tables[name].at(scale).column(key.format(attention="softmax"))
