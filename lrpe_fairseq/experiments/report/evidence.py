@@ -135,8 +135,9 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
     if any(view.beats_ngrams for view in known):
         return f"The best has {best:.1f}; {order} of as many tokens have {value:.1f}, {cache}."
     return (
-        f"None is better than {order} of as many tokens: the best has {best:.1f}, they have "
-        f"{value:.1f}, {cache}. So these are orders of learning n-grams."
+        f"No language model among them is better than {order} of as many tokens: the best has "
+        f"{best:.1f}, they have {value:.1f}, {cache}. So their orders are orders of learning "
+        "n-grams."
     )
 
 
@@ -171,12 +172,12 @@ def most_gained(results: Results) -> str:
 class Rung:
     """The difference of a row from RoPE at one budget.
 
-    tokens: of training. size: million parameters, nan if unknown. gap, half: of the difference of
+    tokens: of training. size: of the model, layers x width. gap, half: of the difference of
     log perplexities, half infinite for one seed. text: for readers.
     """
 
     tokens: int
-    size: float
+    size: str
     gap: float
     half: float
     text: str
@@ -186,23 +187,23 @@ LADDERS = (
     (
         "WikiText-2 in blocks of 256, validation, with sinusoidal positions",
         (
-            ("budget", "annealed", "{attention}-1800"),
-            ("budget", "annealed", "{attention}-5400"),
-            ("budget", "annealed", "{attention}-16200"),
+            ("budget", "annealed", "{attention}-1800", "3 x 128"),
+            ("budget", "annealed", "{attention}-5400", "3 x 128"),
+            ("budget", "annealed", "{attention}-16200", "3 x 128"),
         ),
     ),
     (
         "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions",
         (
-            ("extrapolation", "small", "{attention}-blocks-128"),
-            ("contrast", "long", "{attention}-blocks-128"),
-            ("medium", "medium", "{attention}-test-10m"),
-            ("medium", "medium", "{attention}-test"),
-            ("books", "books", "{attention}-test"),
+            ("extrapolation", "small", "{attention}-blocks-128", "3 x 128"),
+            ("contrast", "long", "{attention}-blocks-128", "3 x 128"),
+            ("medium", "medium", "{attention}-test-10m", "4 x 192"),
+            ("medium", "medium", "{attention}-test", "4 x 192"),
+            ("books", "books", "{attention}-test", "6 x 512"),
         ),
     ),
 )
-"""Title, and the columns in ascending order of their training tokens."""
+"""Title; table, scale, column and model size, in ascending order of training tokens."""
 RUNGS = 3
 """The smallest number of budgets of a row in a ladder."""
 
@@ -225,21 +226,21 @@ def ladder(results: Results) -> list[tuple[str, str]]:
 
 
 def _climbs(
-    results: Results, attention: str, columns: Sequence[tuple[str, str, str]]
+    results: Results, attention: str, columns: Sequence[tuple[str, str, str, str]]
 ) -> Iterator[tuple[str, str, list[Rung]]]:
     """Yield attention, method and rungs of every row with enough of them."""
     rungs: dict[str, list[Rung]] = {}
-    for table, scale, key in columns:
+    for table, scale, key, size in columns:
         place = Place("", table, scale, ("", "", ""), ())
         view = column_of(results, place, attention, key.partition("{attention}-")[2])
-        for name, rung in _rungs(results, view) if view else ():
+        for name, rung in _rungs(results, view, size) if view else ():
             rungs.setdefault(name, []).append(rung)
     for name, own in rungs.items():
         if len(own) >= RUNGS:
             yield attention, name, own
 
 
-def _rungs(results: Results, view: ColumnView) -> Iterator[tuple[str, Rung]]:
+def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str, Rung]]:
     """Yield the name and the rung of every row beside the RoPE of the same normalizer."""
     by_name = {view.names[row]: row for row in view.ranked()}
     for name, row in by_name.items():
@@ -254,7 +255,6 @@ def _rungs(results: Results, view: ColumnView) -> Iterator[tuple[str, Rung]]:
             run["config"]["optimization.max_update"] * sizes(run["config"], "dataset.max_tokens")[0]
         )
         text = difference(found, view.kind) if found.known else f"{100 * math.expm1(gap):+.1f} %"
-        size = float(run.get("million_parameters", math.nan))
         yield name, Rung(int(tokens), size, gap, half, text)
 
 
@@ -272,9 +272,7 @@ def _rope_of(name: str) -> str:
 
 
 def _rung_text(rung: Rung) -> str:
-    million = f"{rung.tokens / 1e6:.1f} M tokens"
-    parameters = "" if math.isnan(rung.size) else f", {rung.size:.1f} M parameters"
-    return f"{rung.text} ({million}{parameters})"
+    return f"{rung.text} ({rung.tokens / 1e6:.1f} M, {rung.size})"
 
 
 def may_turn(rungs: Sequence[Rung]) -> str:

@@ -158,20 +158,24 @@ def rank_correlation(view: ColumnView) -> str:
 
 def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
     """Say which columns have no row that is better than n-grams of as many tokens."""
+    known = [view for view in views if view.yardstick and view.ranked()]
     groups: dict[float, list[ColumnView]] = {}
-    for view in views:
-        if view.beats_ngrams is False:
+    for view in known:
+        if not view.beats_ngrams:
             groups.setdefault(view.yardstick["ppl"], []).append(view)
     lines = []
     for value, own in groups.items():
-        order = own[0].yardstick["order"]
-        places = markdown.listed([_place(view) for view in own])
-        what = "this column is" if len(own) == 1 else "these columns are"
+        where = "" if len(own) == len(known) else f" in {_columns(own, known)}"
+        orders_ = "its order is one" if len(own) == 1 else "the orders are orders"
         lines.append(
-            f"**N-grams.** No row of {places} is better than {order}-grams of as many training "
-            f"tokens ({value:.2f}): the order of {what} one of learning n-grams."
+            f"**N-grams.** No row{where} is better than {own[0].yardstick['order']}-grams of as "
+            f"many training tokens ({value:.2f}): {orders_} of learning n-grams."
         )
     return lines
+
+
+def _columns(some: list[ColumnView], every: list[ColumnView]) -> str:
+    return markdown.listed([f"`{_heading(view, every)}`" for view in some])
 
 
 def _changes(views: Iterable[ColumnView]) -> list[str]:
