@@ -3,12 +3,15 @@
 import math
 
 import pytest
+import yaml
 
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.layout import load_tables
 from lrpe_fairseq.experiments.records.runs import write_run
-from lrpe_fairseq.experiments.report import evidence, pages
+from lrpe_fairseq.experiments.report import evidence, frame, pages, selection
 from lrpe_fairseq.experiments.report.evidence import Rung
 from lrpe_fairseq.experiments.report.frame import Results
-from tests.report.test_frame import LAYERNORM, MEANS, checkout, measured, save
+from tests.report.test_frame import LAYERNORM, MEANS, TABLE, checkout, measured, save
 from tests.test_results import make_run
 
 CONFIG = {
@@ -42,8 +45,6 @@ def ngrams(root, ppl, tokens=1000, corpus=5000, **changes):
 
 
 def text(root):
-    from lrpe_fairseq.experiments.report import frame
-
     frame.results.cache_clear()
     return " ".join(pages.pages(root)["results/demo.md"].split())
 
@@ -129,9 +130,6 @@ def test_a_row_is_compared_with_rope_of_its_normalizer():
 
 
 def test_the_places_of_lrpe_against_rope_exist():
-    from lrpe_fairseq.experiments.records.files import ROOT
-    from lrpe_fairseq.experiments.records.layout import load_tables
-
     tables = {table.name: table for table in load_tables(ROOT / "configs" / "tables")}
     for place in evidence.PLACES:
         table = tables[place.table].at(place.scale)
@@ -143,3 +141,95 @@ def test_the_places_of_lrpe_against_rope_exist():
     for _, columns in evidence.LADDERS:
         for name, scale, key, _ in columns:
             assert tables[name].at(scale).column(key.format(attention="softmax"))
+
+
+# --- selections ----------------------------------------------------------------------------------
+
+SELECTION = """
+title: Rates
+text: A table.
+experiments: [rates]
+scales: {small: configs/small.yaml}
+seeds: [0]
+compare: columns
+baseline: RoPE
+better: lower
+options: {model.attention_normalizer: rotated, optimization.lr: 0.004}
+columns:
+  - {for: {rate: [0.002, 0.004]}, key: "linear-{rate}", title: "{rate}", attention: linear,
+     split: valid, protocol: blocks, metric: ppl, overrides: {optimization.lr: "{rate}"}}
+rows:
+  - {label: RoPE, encoding: rope, attention: [linear]}
+"""
+
+
+def rate(root, lr, ppl):
+    """Write the run of a rate."""
+    run = make_run(experiment="rates", position_encoding="rope", seed=0, metrics=measured(ppl, 0),
+                   config={"optimization.lr": [lr]})  # fmt: skip
+    write_run(root / "results" / "runs" / "rates" / f"{lr}.json", run)
+
+
+def selected(root, lr=0.004):
+    """Results of a table whose row RoPE has a rate that the table `rates` selects."""
+    path = root / "configs" / "tables" / "demo.yaml"
+    table = yaml.safe_load(TABLE)
+    table["options"]["optimization.lr"] = 0.004
+    table |= {"selected_by": "rates", "selects": ["optimization.lr"]}
+    table["rows"] = [{**row, "overrides": {"optimization.lr": lr}} for row in table["rows"][1:2]]
+    table |= {"baseline": "RoPE", "columns": table["columns"][1:], "headline": ["acc"]}
+    path.write_text(yaml.safe_dump(table))
+    (root / "configs" / "tables" / "rates.yaml").write_text(SELECTION)
+    for path in (root / "results" / "runs" / "demo").glob("*.json"):
+        path.unlink()
+    config = {"optimization.lr": [lr]}
+    run = make_run(position_encoding="rope", seed=1, metrics=measured(50.0, 1), config=config)
+    write_run(root / "results" / "runs" / "demo" / "rope.json", run)
+    return Results(root)
+
+
+def test_a_row_has_the_rate_that_its_selection_has_found(root):
+    rate(root, 0.002, 60.0)
+    rate(root, 0.004, 55.0)
+    results = selected(root)
+    selection.require(results, results.tables["demo"])
+    rate(root, 0.002, 50.0)
+    said = (
+        r"row RoPE of table demo \(linear attention\) has optimization.lr 0.004, but rates finds 0."
+    )
+    results = Results(root)
+    with pytest.raises(ValueError, match=said):
+        selection.require(results, results.tables["demo"])
+    results = selected(root, 0.002)
+    selection.require(results, results.tables["demo"])
+
+
+def test_a_row_that_was_trained_before_its_selection_is_refused(root):
+    rate(root, 0.002, 60.0)
+    results = selected(root)
+    with pytest.raises(ValueError, match="was trained before its selection: run scripts/run_table"):
+        selection.require(results, results.tables["demo"])
+
+
+def test_a_rate_that_diverged_is_not_chosen(root):
+    rate(root, 0.004, 55.0)
+    lost = {"valid": {"blocks": {"diverged": 1}}}
+    run = make_run(experiment="rates", position_encoding="rope", seed=0, metrics=lost,
+                   config={"optimization.lr": [0.002]})  # fmt: skip
+    write_run(root / "results" / "runs" / "rates" / "0.002.json", run)
+    results = selected(root)
+    selection.require(results, results.tables["demo"])
+
+
+@pytest.mark.parametrize("name", ["contrast", "medium"])
+def test_every_row_of_this_repository_with_a_selection_has_candidates(name):
+    results = frame.results(ROOT)
+    table = results.tables[name]
+    rates = {0.002, 0.004, 0.008}
+    for row in table.rows:
+        for attention in row.attention:
+            tried = selection.candidates(results, table, row, attention)
+            assert {options[0] for options in tried} == rates
+            gated = name == "contrast" and ("fox" in row.encoding or "gated" in row.encoding)
+            assert len(tried) == (6 if gated else 3)
+            assert selection.chosen(table, {**table.options, **row.overrides}) in tried

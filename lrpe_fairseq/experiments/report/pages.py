@@ -13,7 +13,15 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq.experiments.records.layout import ANY, Table
-from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, speed, yardsticks
+from lrpe_fairseq.experiments.report import (
+    frame,
+    markdown,
+    orders,
+    plots,
+    selection,
+    speed,
+    yardsticks,
+)
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet
 
 FOLDER = "results"
@@ -30,6 +38,7 @@ def pages(root: Path) -> dict[str, str]:
     results, found = frame.results(root), {}
     by_page: dict[str, list[Table]] = {}
     for table in (t for t in results.tables.values() if results.sheets_of(t.name)):
+        selection.require(results, table)
         by_page.setdefault(table.page or table.name, []).append(table)
         found[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
     for name, tables in by_page.items():
