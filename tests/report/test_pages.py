@@ -49,8 +49,8 @@ def test_a_verdict_counts_what_is_unresolved_with_what_would_have_shown(root):
     text = " ".join(rendered(root)["results/demo.md"].split())
     view = column(root)
     visible = frame.size(view.verdict("RoPE", "Base").visible, view.kind)
-    assert "60.30: 2 better and 1 unresolved. For the unresolved ones, " in text
-    assert f"ones, {visible} % would have shown." in text
+    assert "60.30: 2 better and 1 unresolved. For the unresolved one, " in text
+    assert f"one, {visible} % would have shown." in text
     assert f"| `rope` | {view.text('RoPE')} ? {visible} |" in text
 
 

@@ -135,14 +135,15 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     unresolved = (view.verdict(row, base) for row in found[orders.UNRESOLVED])
     visible = [own.visible for own in unresolved if own.known and own.visible < frame.WIDE]
     text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
-    return text + (f" {_unresolved(visible, view)}" if visible else "")
+    which = "one" if len(found[orders.UNRESOLVED]) == 1 else "ones"
+    return text + (f" {_unresolved(visible, view, which)}" if visible else "")
 
 
-def _unresolved(visible: list[float], view: ColumnView) -> str:
+def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:
     unit = orders.UNITS[view.kind].name
     low, high = (frame.size(value, view.kind) for value in (min(visible), max(visible)))
     span = low if low == high else f"{low} to {high}"
-    return f"For the unresolved ones, {span}{' ' * bool(unit)}{unit} would have shown."
+    return f"For the unresolved {which}, {span}{' ' * bool(unit)}{unit} would have shown."
 
 
 def _some(names: list[str], most: int = 3) -> str:
