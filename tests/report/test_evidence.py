@@ -7,7 +7,7 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.layout import load_tables
-from lrpe_fairseq.experiments.records.runs import write_run
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.report import evidence, frame, pages, selection
 from lrpe_fairseq.experiments.report.evidence import Rung
 from lrpe_fairseq.experiments.report.frame import Results
@@ -75,6 +75,29 @@ def test_a_page_says_where_no_row_is_better_than_n_grams(root):
     found = text(root)
     assert "**N-grams.**" not in found
     assert f"| {names.format('41.00')}" in found
+
+
+def test_models_that_have_learned_and_fail_elsewhere_have_no_order_of_learning_n_grams(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    column = "  - {key: far, title: far, attention: linear, split: valid, protocol: blocks-64,"
+    changed = TABLE.replace("headline: [ppl, acc]", f"{column} metric: ppl}}\nheadline: [ppl, far]")
+    path.write_text(changed)
+    for run in (root / "results" / "runs" / "demo").glob("*-?.json"):
+        found = read_run(run)
+        near = found["metrics"]["valid"]["blocks"]
+        far = {"ppl": 2 * near["ppl"], "loss": near["loss"] + 1, "tokens": near["tokens"]}
+        protocol = {"blocks": "Blocks.", "blocks-64": "Longer blocks."}
+        write_run(run, {**found, "metrics": {"valid": {"blocks": near, "blocks-64": far}},
+                        "protocol": protocol})  # fmt: skip
+    ngrams(root, 41.0)
+    path = root / "results" / "runs" / "ngrams" / "n1000.json"
+    known = read_run(path)
+    both = dict.fromkeys(("blocks", "blocks-64"), known["metrics"]["valid"]["blocks"])
+    described = dict.fromkeys(both, "One.")
+    write_run(path, {**known, "metrics": {"valid": both}, "protocol": described})
+    found = text(root)
+    assert "No row in `far` is better than 6-grams of as many training tokens (41.00)." in found
+    assert "of learning n-grams" not in found
 
 
 def test_n_grams_of_another_test_set_are_refused(root):

@@ -167,21 +167,33 @@ def rank_correlation(view: ColumnView) -> str:
 
 
 def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
-    """Say which columns have no row that is better than n-grams of as many tokens."""
+    """Say which columns have no row that is better than n-grams of as many tokens.
+
+    Models that are better in another column, such as at the training length, have learned more
+    than n-grams and fail in this one; nothing is said about why.
+    """
     known = [view for view in views if view.yardstick and view.ranked()]
-    groups: dict[float, list[ColumnView]] = {}
+    learned = {_models(view) for view in known if view.beats_ngrams}
+    groups: dict[tuple[float, bool], list[ColumnView]] = {}
     for view in known:
         if not view.beats_ngrams:
-            groups.setdefault(view.yardstick["ppl"], []).append(view)
+            key = view.yardstick["ppl"], _models(view) in learned
+            groups.setdefault(key, []).append(view)
     lines = []
-    for value, own in groups.items():
+    for (value, fails), own in groups.items():
         where = "" if len(own) == len(known) else f" in {_columns(own, known)}"
         orders_ = "its order is one" if len(own) == 1 else "the orders are orders"
         lines.append(
             f"**N-grams.** No row{where} is better than {own[0].yardstick['order']}-grams of as "
-            f"many training tokens ({value:.2f}): {orders_} of learning n-grams."
+            f"many training tokens ({value:.2f})"
+            + ("." if fails else f": {orders_} of learning n-grams.")
         )
     return lines
+
+
+def _models(view: ColumnView) -> tuple[str, tuple[str, ...]]:
+    """Return what the models of a column have in common: attention and training."""
+    return view.column.attention, view.key.training
 
 
 def _columns(some: list[ColumnView], every: list[ColumnView]) -> str:
