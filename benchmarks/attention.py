@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.attention.linear import KERNELS, linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import causal_cpu, loader
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.linear import causal_cpu
 
 HEADS, WIDTH = 8, 64
 TOKENS = {"cpu": 2**12, "cuda": 2**18}  # per batch, unless one sequence is longer

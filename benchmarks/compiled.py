@@ -35,15 +35,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
-from lrpe_fairseq.kernels import (
-    causal_triton,
-    encode,
-    encode_triton,
-    flash_triton,
-    stick_triton,
-    sweep_triton,
-    tiles_triton,
-)
+from lrpe_fairseq.kernels import tiles_triton
+from lrpe_fairseq.kernels.encode import encode, encode_triton
+from lrpe_fairseq.kernels.flash import flash_triton, stick_triton
+from lrpe_fairseq.kernels.linear import causal_triton, sweep_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "results" / "bench" / "compiled.json"
@@ -180,7 +175,7 @@ def _encode(dtype: torch.dtype, width: int, given: torch.Tensor, *terms: Any) ->
     torch.autograd.backward(out, [x.detach() for x in out])
 
 
-LINEAR = tuple(f"lrpe_fairseq.kernels.{name}_triton" for name in ("causal", "sweep", "full"))
+LINEAR = tuple(f"lrpe_fairseq.kernels.linear.{name}_triton" for name in ("causal", "sweep", "full"))
 
 
 def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -222,21 +217,21 @@ def _row(dtype: torch.dtype, width: int) -> torch.Tensor:
 
 FAMILIES = {
     "flash": Family(
-        ("lrpe_fairseq.kernels.flash_triton",),
-        tuple(f"lrpe_fairseq.kernels.flash_{name}" for name in ("tiles", "kernels", "triton")),
+        ("lrpe_fairseq.kernels.flash.flash_triton",),
+        tuple(f"lrpe_fairseq.kernels.flash.flash_{n}" for n in ("tiles", "kernels", "triton")),
         flash_cases,
     ),
     "stick": Family(
-        ("lrpe_fairseq.kernels.flash_triton",),
+        ("lrpe_fairseq.kernels.flash.flash_triton",),
         tuple(
-            f"lrpe_fairseq.kernels.{name}"
+            f"lrpe_fairseq.kernels.flash.{name}"
             for name in ("stick_kernels", "stick_triton", "flash_tiles", "flash_triton")
         ),
         stick_cases,
     ),
     "encode": Family(
-        ("lrpe_fairseq.kernels.encode_triton",),
-        ("lrpe_fairseq.kernels.encode_triton",),
+        ("lrpe_fairseq.kernels.encode.encode_triton",),
+        ("lrpe_fairseq.kernels.encode.encode_triton",),
         encode_cases,
     ),
     "linear": Family(
@@ -378,24 +373,24 @@ def refuse_unset_registers(code: str) -> None:
 
 
 def source_hash(family: str) -> str:
-    """Return a hash of a family's code, without comments, docstrings and layout."""
+    """Return a hash of a family's code, without imports, comments, docstrings and layout."""
     digest = hashlib.sha256()
     for name in FAMILIES[family].sources:
         tree = ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(body, list):
-                node.body = [x for x in body if not _is_text(x)] or [ast.Pass()]
+                node.body = [x for x in body if not _is_ignored(x)] or [ast.Pass()]
         digest.update(ast.unparse(tree).encode())
     return digest.hexdigest()[:16]
 
 
-def _is_text(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def _is_ignored(node: ast.AST) -> bool:
+    """True for an import and for a docstring, which no kernel is compiled from."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return True
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return text and isinstance(node.value.value, str)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lrpe_fairseq.encodings.cores import BASE, phases
+from lrpe_fairseq.encodings.rotations.cores import BASE, phases
 
 POSITIONS = (512, 8192, 65536, 1_000_000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from benchmarks import attention
 from lrpe_fairseq.attention.linear import KERNELS, linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.softmax import FLASH
-from lrpe_fairseq.kernels import flash, loader
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.flash import flash
 
 HEADS, WIDTH = 8, 64
 CHECKED = 200

@@ -19,7 +19,7 @@ import torch
 from benchmarks import rivals
 from benchmarks.timing import contest
 
-SWEEP, FLASH = "lrpe_fairseq.kernels.sweep_triton", "lrpe_fairseq.kernels.flash_triton"
+SWEEP, FLASH = "lrpe_fairseq.kernels.linear.sweep_triton", "lrpe_fairseq.kernels.flash.flash_triton"
 SWEEPS = ((32, 4, 3), (32, 4, 2), (32, 4, 1), (32, 8, 3), (16, 4, 3))
 """Tokens, warps and stages of a tile. 64 tokens can fail: see ``sweep_triton.tile_of``."""
 FLASH_TILES = ((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2),

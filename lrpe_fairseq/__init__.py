@@ -18,12 +18,15 @@ from typing import Any
 
 def _register() -> None:
     """Apply the fixes for fairseq, which is loaded, and register models, tasks and the rest."""
-    from lrpe_fairseq import compat, preemption
+    from lrpe_fairseq import compat, dictionary_check, preemption, startup
 
     compat.apply()
     preemption.apply()
 
     from lrpe_fairseq import criterions, models, optim, tasks  # noqa: F401  (register classes)
+
+    dictionary_check.apply()
+    startup.apply()  # last, around what explains errors
 
 
 def _after_fairseq() -> None:

@@ -12,7 +12,6 @@ are allowed, and none of them can run code.
 """
 
 import argparse
-import ast
 import atexit
 import functools
 import importlib.util
@@ -26,10 +25,10 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from fairseq import checkpoint_utils, file_utils, trainer, utils
 from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
 from fairseq.data import bucket_pad_length_dataset, data_utils
 from fairseq.data.audio import raw_audio_dataset
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.distributed import utils as distributed_utils
@@ -48,8 +48,9 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.multilingual_language_modeling import MultilingualLanguageModelingTask
 from omegaconf import ListConfig, OmegaConf
 
-from lrpe_fairseq import safe_loading
+from lrpe_fairseq import batch_order, dictionaries, run_state, safe_loading
 from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.literals import evaluate_literal
 
 logger = logging.getLogger(__name__)
 
@@ -73,27 +74,6 @@ _EVALUATING_MODULES = (
     "fairseq.optim.cpu_adam",
     "fairseq.optim.fused_lamb",
     "fairseq.utils",
-)
-
-# The syntax allowed in the text of an option: literals, containers and arithmetic. Names, calls,
-# attributes and subscripts are excluded, so no function is reachable. Powers are excluded because
-# 9**9**9 does not end.
-_LITERAL_NODES = (
-    ast.Expression,
-    ast.Constant,
-    ast.Tuple,
-    ast.List,
-    ast.Set,
-    ast.Dict,
-    ast.Load,
-    ast.UnaryOp,
-    ast.UAdd,
-    ast.USub,
-    ast.BinOp,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
 )
 
 _DEPRECATED_IN_HYDRA = (
@@ -316,11 +296,33 @@ def resume_where_the_data_were_left() -> None:
     A task whose batches depend on the size of an update sets ``ordered_by_updates``.
 
     Break: a training with another encoding in the same folder resumes silently from the weights of
-    the first, where the shapes allow it. With ``--reset-optimizer`` or ``--finetune-from-model``
-    nothing is refused.
+    the first, where the shapes allow it, and so does one that starts from them with
+    ``--restore-file`` and ``--reset-optimizer``. ``--finetune-from-model`` only warns.
     """
     replace_once(checkpoint_utils, "load_checkpoint_to_cpu", _load_with_batches)
     _replace_method(trainer.Trainer, "load_checkpoint", _load_for_these_batches)
+
+
+def resume_in_the_same_order() -> None:
+    """Read the rest of an epoch, and all later ones, in the order of an uninterrupted training.
+
+    Break: a training that resumes in epoch 2 or later without ``--update-epoch-batch-itr True``
+    makes other batches than the training that was interrupted, skips as many as that had read of
+    its own, and so reads samples twice and leaves others out (``batch_order``).
+    """
+    _replace_method(EpochBatchIterator, "__init__", batch_order.record_epoch)
+    _replace_method(EpochBatchIterator, "state_dict", batch_order.state_of_iterator)
+    _replace_method(trainer.Trainer, "get_train_iterator", batch_order.train_iterator)
+    _replace_method(FairseqTask, "get_batch_iterator", batch_order.batch_iterator)
+
+
+def save_the_state_of_every_process() -> None:
+    """Let a task collect what its processes know before the first of them saves a checkpoint.
+
+    Break: of several processes fairseq asks the task of the first one only for its part of the
+    checkpoint. A task with the method ``before_checkpoint(trainer)`` has it called in all.
+    """
+    replace_once(checkpoint_utils, "save_checkpoint", _save_of_all_processes)
 
 
 def save_what_half_precision_rounds() -> None:
@@ -379,6 +381,31 @@ def refuse_a_missing_path() -> None:
     replace_once(checkpoint_utils, "load_model_ensemble_and_task", _load_or_refuse)
 
 
+def give_every_run_a_state_of_its_own() -> None:
+    """Let a training in a sweep leave what it leaves alone, and return its best value.
+
+    Break: ``fairseq-hydra-train -m`` trains one model after another in a process, and fairseq keeps
+    the state of a training in module globals. The second model writes no best checkpoint before it
+    is better than the first, may stop early because of it, and its curves in TensorBoard and its
+    ``common.log_file`` go to the first one's. The value of a training for a sweeper such as Optuna
+    is the mean of all its validations, the first ones included. See ``run_state``.
+
+    fairseq's function that hydra calls drops the value, too; ``hydra_plugins`` repairs that.
+    """
+    replace_once(distributed_utils, "call_main", run_state.run)
+
+
+def record_dictionaries() -> None:
+    """Record in a checkpoint which words its embeddings stand for.
+
+    Break: a checkpoint has the path of its data only. A dictionary that was prepared again in that
+    folder, or another of equal size, is read without a word. The record is a key of its own, which
+    fairseq ignores; ``scripts/eval_lm.sh`` and the like compare it.
+    """
+    _replace_method(trainer.Trainer, "__init__", _start_with_dictionaries)
+    _replace_method(trainer.Trainer, "state_dict", _state_with_dictionaries)
+
+
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
     allow_checkpoint_globals,
@@ -394,11 +421,15 @@ FIXES: tuple[Callable[[], None], ...] = (
     measure_training_time_monotonically,
     gather_predictions,
     resume_where_the_data_were_left,
+    resume_in_the_same_order,
+    save_the_state_of_every_process,
     save_what_half_precision_rounds,
     leave_the_process_group,
     silence_deprecations_of_hydra,
     refuse_partial_scores,
     refuse_a_missing_path,
+    give_every_run_a_state_of_its_own,
+    record_dictionaries,
 )
 
 
@@ -407,21 +438,6 @@ def apply() -> None:
     """Apply every fix that is needed. A second call does nothing."""
     for fix in FIXES:
         fix()
-
-
-def evaluate_literal(text: str) -> Any:
-    """Return the value of ``text``: literals, containers of literals, and + - * / between them.
-
-    Raises: ValueError for any other expression, such as a name or a call. SyntaxError if it is not
-        an expression. TypeError if it is not a string (``utils.eval_bool`` relies on that).
-    """
-    if not isinstance(text, str):
-        raise TypeError(f"expected text, got {type(text).__name__}")
-    tree = ast.parse(text.strip(), mode="eval")
-    for node in ast.walk(tree):
-        if not isinstance(node, _LITERAL_NODES):
-            raise ValueError(f"not a literal, so not evaluated: {text!r}")
-    return eval(compile(tree, "<option>", "eval"), {"__builtins__": {}})
 
 
 def open_checked_archive(name: str, mode: str = "r") -> tarfile.TarFile:
@@ -464,21 +480,43 @@ _OF_TASK = ("tokens_per_sample", "sample_break_mode", "max_positions", "random_b
 """Options of tasks that decide what a sample is, or the order of samples."""
 
 
-_RESUMED = ContextVar[Any]("resumed", default=None)
-"""The configuration of the training that a checkpoint resumes, while it is loaded."""
+class _Training(NamedTuple):
+    """A training that loads a checkpoint. resumes: whether it goes on with its optimizer."""
+
+    cfg: Any
+    resumes: bool
+
+
+_LOADED_BY = ContextVar[_Training | None]("training", default=None)
+"""Set while a training loads a checkpoint."""
 
 
 def _load_with_batches(original: Callable, path: str, *args: Any, **kwargs: Any) -> dict:
-    state = original(path, *args, **kwargs)
-    if _RESUMED.get() is not None and state.get("cfg"):
-        from lrpe_fairseq.models.checks import check_resumed, check_unfinished
+    from lrpe_fairseq.models.checks import warn_about_yarn
 
-        check_resumed(path, state["cfg"], _RESUMED.get())
-        check_unfinished(path, state, _RESUMED.get())
+    state = original(path, *args, **kwargs)
+    if state.get("cfg"):
+        warn_about_yarn(path, state["cfg"], args[0] if args else kwargs.get("arg_overrides"))
+        _check_options(path, state)
     place = (state.get("extra_state") or {}).get("train_iterator")
     if place and state.get("cfg"):
         place[_BATCHES] = _batches_in(state["cfg"])
     return state
+
+
+def _check_options(path: str, state: dict) -> None:
+    """Check the options of a checkpoint against those of the training that loads it, if any."""
+    from lrpe_fairseq.models.checks import check_resumed, check_started, check_unfinished
+    from lrpe_fairseq.models.pruning import complete_pruned
+
+    training = _LOADED_BY.get()
+    if training is None:
+        complete_pruned(path, state)
+    elif training.resumes:
+        check_resumed(path, state["cfg"], training.cfg)
+        check_unfinished(path, state, training.cfg)
+    else:
+        check_started(path, state["cfg"], training.cfg)
 
 
 def _batches_in(cfg: Any) -> dict[str, Any]:
@@ -488,6 +526,7 @@ def _batches_in(cfg: Any) -> dict[str, Any]:
     found = {name: task[name] for name in names if task.get(name) is not None}
     several = tuple, list, ListConfig
     return {
+        **batch_order.origin(cfg),
         **{n: str(list(x) if isinstance(x, several) else x) for n, x in found.items()},
         "processes": cfg["distributed_training"]["distributed_world_size"],
         "update_freq": list(cfg["optimization"]["update_freq"]),
@@ -503,7 +542,7 @@ def _load_for_these_batches(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    resumed = _RESUMED.set(None if reset_optimizer else self.cfg)
+    loading = _LOADED_BY.set(_Training(self.cfg, resumes=not reset_optimizer))
     try:
         extra_state = original(self, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
@@ -511,7 +550,7 @@ def _load_for_these_batches(
             refuse(f"the weights of {filename} do not fit this model: train with its options")
         raise
     finally:
-        _RESUMED.reset(resumed)
+        _LOADED_BY.reset(loading)
     place = (extra_state or {}).get("train_iterator")
     before = place.pop(_BATCHES, None) if place else None
     cfg = self.cfg.checkpoint
@@ -519,6 +558,8 @@ def _load_for_these_batches(
     if before and place.get("iterations_in_epoch") and not first_epoch:
         by_updates = getattr(self.task, "ordered_by_updates", False)
         _convert_place(place, before, _batches_in(self.cfg), by_updates)
+    if place and not first_epoch:
+        batch_order.remember(self, place, before or batch_order.origin(self.cfg))
     return extra_state
 
 
@@ -581,6 +622,13 @@ def _load_or_refuse(original: Callable, *args: Any, **kwargs: Any) -> Any:
             paths = ", ".join(map(str, args[0] if args else kwargs["filenames"]))
             refuse(f"the weights of {paths} do not fit this model: override fewer options")
         raise
+
+
+def _save_of_all_processes(original: Callable, cfg: Any, trainer: Any, *args: Any) -> Any:
+    collect = getattr(trainer.task, "before_checkpoint", None)
+    if collect is not None and not cfg.no_save:
+        collect(trainer)
+    return original(cfg, trainer, *args)
 
 
 def _state_with_masters(original: Callable, self: Any) -> dict:
@@ -761,6 +809,16 @@ def _restore_average(
     own = self.model.state_dict()
     versions = {name: own[name] for name in own if "version" in name}
     original(self, versions | dict(state_dict), *rest, **named)
+
+
+def _start_with_dictionaries(original: Callable, self: Any, *rest: Any, **named: Any) -> None:
+    original(self, *rest, **named)
+    data = getattr(self.cfg.task, "data", None)
+    self.dictionaries = dictionaries.checksums(Path(data.split(":")[0])) if data else {}
+
+
+def _state_with_dictionaries(original: Callable, self: Any) -> dict:
+    return {**original(self), dictionaries.KEY: self.dictionaries}
 
 
 # ---- how the fixes test and patch ----

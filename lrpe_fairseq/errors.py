@@ -38,6 +38,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+EXTRAS = {
+    "fairseq": (
+        *("fairseq", "fairseq_cli", "bitarray", "hydra", "omegaconf", "regex", "sacrebleu"),
+        *("sentencepiece", "tensorboard", "tqdm", "yaml"),
+    ),
+    "experiments": ("adjustText", "jinja2", "matplotlib", "pandas", "scipy"),
+    "images": ("mlxtend", "sklearn", "PIL"),
+    "vision": ("timm", "torchvision"),
+}
+"""Extra of this package -> the modules that it installs."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> str:
+    """Return the sentence that names the extra of a missing module; empty if it has none.
+
+    >>> missing_extra(ModuleNotFoundError(name="yaml"))
+    "yaml is not installed: pip install 'lrpe-fairseq[fairseq]', or make install in a checkout"
+    """
+    module = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), "")
+    install = f"pip install 'lrpe-fairseq[{extra}]', or make install in a checkout"
+    return f"{module} is not installed: {install}" if extra else ""
+
+
 def refuse(sentence: str) -> NoReturn:
     """Print ``lrpe_fairseq: SENTENCE`` to standard error and exit with status 2.
 

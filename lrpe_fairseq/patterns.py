@@ -3,7 +3,7 @@
 This module needs neither torch nor fairseq.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lrpe_fairseq.errors import ChoiceError
@@ -34,6 +34,24 @@ def over_layers(pattern: Any, layers: int) -> list[str]:
     return [found[layer % len(found)] for layer in range(layers)]
 
 
+def check_length(option: str, pattern: Any, layers: int) -> None:
+    """Check that a stack has a layer for every value of a pattern. option: its name.
+
+    Raises: ChoiceError for more values than layers, of which some would be ignored.
+    """
+    count = len(values(pattern))
+    if count > layers:
+        raise ChoiceError(
+            f"--{option.replace('_', '-')} {pattern} has {count} values for a stack of {layers} "
+            f"layer{'s' * (layers != 1)}: leave out the values that no layer has"
+        )
+
+
+def at_layer(options: Any, name: str, layer: int) -> str:
+    """Return an option of :data:`OPTIONS` in a layer; an older checkpoint has no window."""
+    return over_layers(getattr(options, name, "0"), layer + 1)[layer]
+
+
 def canonical(pattern: Any, name: Callable[[str], str] = str) -> str:
     """Return the shortest pattern with the same values, each replaced by ``name`` of it.
 
@@ -44,3 +62,23 @@ def canonical(pattern: Any, name: Callable[[str], str] = str) -> str:
     lengths = (n for n in range(1, len(found) + 1) if len(found) % n == 0)
     shortest = next(n for n in lengths if found == found[:n] * (len(found) // n))
     return ",".join(found[:shortest])
+
+
+def kept(listed: Sequence[int] | str, layers: int) -> list[int]:
+    """Return the layers of ``--decoder-layers-to-keep``, in ascending order, as fairseq keeps them.
+
+    listed: indices below ``layers``, as a sequence or separated by commas.
+    Raises: ChoiceError for one that is no layer, or that is listed twice.
+
+    >>> kept("2,0", 4)
+    [0, 2]
+    """
+    said = listed if isinstance(listed, str) else ",".join(map(str, listed))
+    texts = [text.strip() for text in said.split(",")]
+    found = sorted(int(text) for text in texts if text.isdecimal())
+    if len(found) < len(texts) or found[-1] >= layers or len(set(found)) < len(found):
+        raise ChoiceError(
+            f"the layers to keep are numbers from 0 to {layers - 1}, each at most once and "
+            f"separated by commas, not {said!r}"
+        )
+    return found

@@ -1,7 +1,8 @@
-"""What fairseq's checkpoints hold beside tensors, for torch's safe loading. Needs no fairseq.
+"""Read fairseq's checkpoints with torch's safe loading, without fairseq.
 
-Options without a dataclass are an ``argparse.Namespace``. The best metric and the meters of BLEU,
-Pearson and MCC are numpy's arrays and scalars.
+What they hold beside tensors is allowed by name. Options without a dataclass are an
+``argparse.Namespace``. The best metric and the meters of BLEU, Pearson and MCC are numpy's arrays
+and scalars.
 
 Trap: numpy's own globals are not safe to allow. The state of a dtype comes from the file, and a
 state that hides its object flag makes numpy read bytes of the file as addresses of Python objects,
@@ -9,11 +10,15 @@ which crashes or runs code. Stand-ins that only build numbers are registered und
 instead, for the names of numpy 2 and of numpy 1.
 """
 
+import zipfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import numpy as np
+import torch
 
 NUMERIC_KINDS = "biufc"
 """Kinds of dtype that a checkpoint may name: bool, signed, unsigned, float, complex."""
@@ -74,3 +79,53 @@ def _numpy_stand_ins() -> list[tuple[Callable, str]]:
 
 ALLOWED = [Namespace, *_numpy_stand_ins()]
 """Arguments of ``torch.serialization.add_safe_globals``."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint, read with torch's safe loading.
+
+    Raises: ValueError, one sentence, if it is absent, damaged or not a checkpoint of fairseq.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a checkpoint in it")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
+    torch.serialization.add_safe_globals(ALLOWED)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises various types
+        raise ValueError(
+            f"{path} does not load: it is damaged, or contains Python objects that could run code "
+            f"({type(error).__name__})"
+        ) from None
+    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
+        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
+    return state
+
+
+def load_sound(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint after verifying the checksums of its archive.
+
+    torch does not verify them, so damaged weights load without an error.
+
+    Raises: ValueError, one sentence, as :func:`load` does, and for a wrong checksum.
+    """
+    state = load(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    return state
+
+
+def require_finite(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError, one sentence, if the weights of a checkpoint are not finite numbers."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(
+                f"{path} is of a diverged training: {name} contains values that are not finite"
+            )

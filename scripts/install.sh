@@ -17,7 +17,7 @@ python=$venv/bin/python
 wanted=$("$PYTHON" -c 'import sys; print(*sys.version_info[:2], sep=".")')
 case $wanted in
 3.11 | 3.12) ;;
-*) echo "Python 3.11 or 3.12 is needed, $PYTHON is $wanted: make PYTHON=python3.11 install" >&2 && exit 2 ;;
+*) echo "Python 3.11 or 3.12 is needed for fairseq, $PYTHON is $wanted: make PYTHON=python3.11 install" >&2 && exit 2 ;;
 esac
 found=$("$python" -c 'import pip, sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null || true)
 # .venv may be a link to another disk, which venv does not accept
@@ -57,10 +57,19 @@ if folder=$("$python" -m pip cache dir 2>/dev/null); then
 fi
 # An isolated build of fairseq would install another torch; --no-build-isolation uses this one.
 # With CUDA_HOME set it would build CUDA extensions, whose sources are not in its archive.
-step "building fairseq, installing it and this package" \
+# fairseq-fixed requires torchaudio, which only its speech models use. PyPI's torchaudio is linked to
+# CUDA, so that beside a torch for CPUs it does not import, and neither does what imports it if it is
+# there, such as transformers. fairseq therefore comes without its requirements; the extra "plugin"
+# has the others.
+step "building fairseq" \
     env -u CUDA_HOME PATH="$work:$PATH" DIST_EXTRA_CONFIG="$work/parallel.cfg" \
     CFLAGS="${CFLAGS:-} -O1 -g0" CXXFLAGS="${CXXFLAGS:-} -O1 -g0" \
-    "${install[@]}" "${cache[@]}" --no-build-isolation fairseq-fixed==0.12.3.1 \
-    --editable ".[fairseq${extras:+,$extras}]"
+    "${install[@]}" "${cache[@]}" --no-build-isolation --no-deps fairseq-fixed==0.12.3.1
+step "installing this package" \
+    "${install[@]}" --no-build-isolation --editable ".[plugin${extras:+,$extras}]"
+# One that an earlier version of this script has installed goes, unless TORCH names it.
+if compgen -G "$venv/lib/python*/site-packages/torchaudio" >/dev/null && [[ $TORCH != *torchaudio* ]]; then
+    "$python" -m pip uninstall --quiet --yes torchaudio >>"$log" 2>&1
+fi
 step "importing fairseq and this package" \
     "$python" -c 'import fairseq.data.data_utils_fast, lrpe_fairseq'

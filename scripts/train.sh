@@ -17,6 +17,10 @@ procs=${PROCS:-1}
 usage() { sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 [[ $procs =~ ^[1-9][0-9]*$ ]] || { echo "train.sh: PROCS must be a positive integer, not '$procs'" >&2; exit 2; }
+command -v fairseq-train >/dev/null || {
+  echo "train.sh: fairseq is not installed: pip install 'lrpe-fairseq[fairseq]', or make install in a checkout" >&2
+  exit 2
+}
 [ $# -gt 0 ] || { usage >&2; exit 2; }
 [[ $* != -h && $* != --help ]] || { usage; exit; }
 command=(fairseq-train "$@")

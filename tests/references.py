@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings import QueryKeyEncoding, ScoreEncoding
-from lrpe_fairseq.encodings.lrpe import LRPE
+from lrpe_fairseq.encodings.rotations.lrpe import LRPE
 
 
 def assert_near(found: Iterable, wanted: Iterable, scale: float, least: float = 0.1) -> None:

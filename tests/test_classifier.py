@@ -225,7 +225,7 @@ REFUSED = {
     "have no second inputs": {"pair_head": True},
     "--patch is an option of --input pixels": {"patch": 2},
     "--patch needs --grid-width": {"patch": 2, "input": "pixels"},
-    "--pixel-std must be positive": {"pixel_std": 0.0, "input": "pixels"},
+    "--pixel-std must be above 0": {"pixel_std": 0.0, "input": "pixels"},
     "--drop-path must be at least 0 and less than 1": {"drop_path": 1.0},
     "--encoder-layers must be at least 1": {"encoder_layers": 0},
     "set one of them only": {"max_positions": 7},

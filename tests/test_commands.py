@@ -19,6 +19,7 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "eval_glue": "{absent}/a.pt {absent}/RTE valid --out {absent}/o.json",
     "eval_lm": "{absent}/a.pt {absent}",
     "eval_mt": "{absent}/a.pt {absent}",
+    "export": "{absent}/a.pt {absent}/out",
     "finetune_glue": "{absent}/a.pt RTE",
     "ngrams": "{absent}",
     "run_table": "table0",

@@ -366,13 +366,26 @@ def test_the_values_that_options_take_are_evaluated(text, value):
     assert compat.evaluate_literal(text) == value
 
 
-def test_a_checkpoint_whose_options_are_a_program_does_not_run_it(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("open('ran', 'w') and [4]", "not a literal"),
+        ("[4] * 10000000000", "more than 100,000 items"),
+        ("8,,16", "not an expression"),
+    ],
+)
+def test_a_checkpoint_whose_options_are_a_program_or_huge_is_refused_in_one_sentence(
+    tmp_path, monkeypatch, text, reason
+):
     (tmp_path / "dict.txt").write_text("a 1\n")
+    monkeypatch.chdir(tmp_path)
     model, _, config = built(tmp_path, TRAINING, SMALL)
-    config.model.adaptive_softmax_cutoff = f"open('{tmp_path}/ran', 'w') and [4]"
+    config.model.adaptive_softmax_cutoff = text
     save(model, config, tmp_path / "hostile.pt")
-    with pytest.raises(ValueError, match="not a literal"):
+    with pytest.raises(SystemExit, match=reason) as refused:
         load(tmp_path / "hostile.pt")
+    assert refused.value.code == 2
+    assert "\n" not in str(refused.value)
     assert not (tmp_path / "ran").exists()
 
 

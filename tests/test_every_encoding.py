@@ -1,6 +1,7 @@
 """The properties every encoding must have: each name of ENCODINGS, the free forms, a
 multiplicative score encoding that exists here only, "NAME@W" or "NAME@W:GRID", NAME on a grid of
-width W with ``position_grid`` GRID, and "NAME~S", NAME with context scaling S.
+width W with ``position_grid`` GRID, "NAME~S", NAME with context scaling S, and "NAME^F-P", NAME
+with floor F and parameter P of the angles.
 
 An exception is a capability field on the class, which a test asserts; no name is skipped.
 """
@@ -27,7 +28,7 @@ from lrpe_fairseq.encodings import (
     build_encoding,
     is_causal_only,
 )
-from lrpe_fairseq.encodings.positions import check_positions
+from lrpe_fairseq.encodings.core.positions import check_positions
 from tests.end_to_end.cases import sampled
 from tests.references import assert_near, score_matrix, weight_matrix
 
@@ -40,7 +41,7 @@ class Multiplicative(ScoreEncoding):
     def __init__(self, spec):
         super().__init__(spec)
         shape = (2 * self.REACH + 1, spec.num_heads)
-        self.table = nn.Parameter(0.3 * torch.randn(shape, generator=spec.generator(9)))
+        self.table = nn.Parameter(0.3 * torch.randn(shape, generator=spec.generator("toy")))
 
     def forward(self, scores, q, k, q_positions, k_positions, visible=None):
         check_positions(q_positions, q), check_positions(k_positions, k)
@@ -73,10 +74,18 @@ FREE = (
     *("lrpe:odd-even:unitary", "lrpe:fourier:rotation"),
 )
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
-SCALED = ("rope~yarn", "lrpe-type2~yarn", "lrpe-tmlr-type1~ntk", "fope~linear")
+SCALED = (
+    *("rope~yarn", "lrpe-type2~yarn", "lrpe-type2~yarn-printed", "lrpe-tmlr-type1~ntk"),
+    "fope~linear",
+)
+FLOORED = (
+    *("rope^turn-plain", "lrpe-type2^turn-log", "lrpe-type8^turn-plain", "lrpe-type3^clip-plain"),
+    *("gated:lrpe-tmlr-type1^none-log", "selective:lrpe-type1^turn-plain"),
+    "path:lrpe-type6^turn-plain",
+)
 NAMES = (
     *(*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *CARRIED),
-    *(*SELECTIVE, *GRIDS, *SCALED),
+    *(*SELECTIVE, *GRIDS, *SCALED, *FLOORED),
 )
 WIDTH, HEADS, D = 16, 2, 8
 
@@ -100,13 +109,17 @@ def inputs(length=6, batch=2):
 
 
 def parts_of(name):
-    """Return the name and the options of "NAME", "NAME~S", "NAME@W" or "NAME@W:GRID"."""
+    """Return the name and options of "NAME", "NAME^F-P", "NAME~S", "NAME@W" or "NAME@W:GRID"."""
+    name, _, angles = name.partition("^")
     name, _, scaling = name.partition("~")
     name, _, grid = name.partition("@")
     width, _, kind = grid.partition(":")
     own = {"context_scaling": scaling, "context_factor": 4.0, "context_length": 128}
-    grid = {"grid_width": int(width or 0), "position_grid": kind or "flat"}
-    return name, EncodingOptions(**grid, **(own if scaling else {}))
+    floor, _, parameter = angles.partition("-")
+    of_angles = {"angle_floor": floor, "angle_parameter": parameter}
+    of_angles |= {"context_length": 128} if floor != "none" else {}
+    own = (own if scaling else {}) | (of_angles if angles else {})
+    return name, EncodingOptions(grid_width=int(width or 0), position_grid=kind or "flat", **own)
 
 
 def is_causal(name):

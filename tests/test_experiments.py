@@ -464,7 +464,7 @@ def test_a_crashed_run_is_retried_once_and_its_neighbors_go_on(tmp_path, events,
 def run_fakes(monkeypatch, root, jobs, **options):
     """What ``run_table`` does with ``jobs`` under ``root``: the exit status."""
     monkeypatch.setattr(run_table, "ROOT", root)
-    monkeypatch.setattr(run_table.report, "render", lambda: 0)
+    monkeypatch.setattr(run_table.report, "render", lambda *_: 0)
     given = {"table": "table2", "scale": "small", "seeds": 1, "jobs": 2, "gpus": None}
     unset = {"minutes": None, "pack": None}
     options = argparse.Namespace(**{**given, **unset, **options})

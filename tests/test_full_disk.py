@@ -30,7 +30,7 @@ def test_on_a_full_disk_every_run_fails_and_no_time_is_kept(tmp_path, monkeypatc
     log = tmp_path / "runs" / "table2" / "events.log"
     log.parent.mkdir(parents=True)
     log.symlink_to(FULL)
-    monkeypatch.setattr(run_table.report, "render", lambda: 0)
+    monkeypatch.setattr(run_table.report, "render", lambda *_: 0)
     assert run_fakes(monkeypatch, tmp_path, jobs) == 1
     said = capsys.readouterr().out
     assert "0 runs finished, 3 failed" in said

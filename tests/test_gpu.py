@@ -144,7 +144,7 @@ LONG = {
 @pytest.mark.parametrize("dtype", FLASH_BOUNDS, ids=str)
 @pytest.mark.parametrize("case", [*flash_cases.CASES, *LONG])
 def test_flash_attention_equals_its_definition(case, dtype):
-    flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
+    flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.flash_triton")
     form = {**flash_cases.CASES, **LONG}[case]
     tensors, options = flash_cases.inputs(dtype=dtype, device="cuda", **form)
     if not flash_triton.serves(*(tensors[name] for name in "qkv")):
@@ -173,7 +173,7 @@ LONG_STICKS = {
 @pytest.mark.parametrize("dtype", FLASH_BOUNDS, ids=str)
 @pytest.mark.parametrize("case", [*stick_cases.CASES, *LONG_STICKS])
 def test_stick_breaking_attention_equals_its_definition(case, dtype):
-    stick_triton = pytest.importorskip("lrpe_fairseq.kernels.stick_triton")
+    stick_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.stick_triton")
     form = {**stick_cases.CASES, **LONG_STICKS}[case]
     tensors, options = stick_cases.inputs(dtype=dtype, device="cuda", **form)
     assert stick_triton.serves(*tensors.values())
@@ -181,7 +181,7 @@ def test_stick_breaking_attention_equals_its_definition(case, dtype):
 
 
 def test_flash_attention_takes_more_sequences_than_cuda_allows_on_most_axes_of_a_grid():
-    flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
+    flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.flash_triton")
     tensors, options = flash_cases.inputs(T=2, B=40_000, table=True, device="cuda")
     found = flash_cases.results(flash_triton.flash_attention, tensors, options)
     flash_cases.assert_near(found, flash_cases.exact(tensors, options), 2e-5)

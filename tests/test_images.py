@@ -128,6 +128,38 @@ def test_a_trained_model_reads_images_of_another_size(attention, encoding):
     assert back.encoder.embed_positions.weight.shape == table.shape
 
 
+@BOTH
+@pytest.mark.parametrize("age", ["new", "without the grid of rotations", "without any grid"])
+@pytest.mark.parametrize("encoding", ["liere", "comrope-ld"])
+def test_rotations_stay_as_they_are_in_images_of_another_size(attention, encoding, age):
+    """Whatever is known of the training: the cells at an offset turn as they did."""
+    options = {"attention_type": attention, "position_encoding": encoding}
+    trained = model_of("40x24" if age != "without any grid" else 32, **options)
+    state = {
+        name: x
+        for name, x in trained.state_dict().items()
+        if not name.endswith("grid" if age == "without any grid" else GRIDS[age])
+    }
+    wide = model_of("64x48", **options)
+    wide.load_state_dict(copy.deepcopy(state))
+    own, other = (
+        [m.encoding for m in model.modules() if isinstance(m, MultiheadAttention)]
+        for model in (trained, wide)
+    )
+    rows, columns = torch.tensor([0, 2, 3, 1]), torch.tensor([0, 1, 2, 2])
+    for ours, theirs in zip(own, other, strict=True):
+        at, there = (
+            encoding.coordinates(encoding.spec.options.grid_width * rows + columns)
+            for encoding in (ours, theirs)
+        )
+        torch.testing.assert_close(there, at)
+        assert theirs.coordinates(torch.tensor([47])).min() > 1  # the last of 8 x 6 cells
+
+
+GRIDS = {"new": "nothing", "without the grid of rotations": "encoding.grid"}
+"""What the names of the parts end with that a checkpoint of this age lacks."""
+
+
 def test_patches_of_images_are_those_of_a_convolution_in_raster_order():
     embed = Images(7, PAD, patch=4, columns=3, channels=3)
     convolution = nn.Conv2d(3, 7, 4, 4)

@@ -2,18 +2,24 @@
 
 import ast
 import contextlib
+import importlib
 import json
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = """#!{python} -IS
@@ -94,7 +100,28 @@ def test_fairseq_is_built_in_parallel_without_cuda_home_and_ninja_and_with_a_cac
     assert call["ninja"] != 0
     assert call["config"].startswith("[build_ext]\nparallel = ")
     assert "/cache/fairseq-torch-2.13.0" in call["arguments"]
-    assert call["arguments"][-1] == ".[fairseq,experiments]"
+
+
+def test_fairseq_is_installed_without_torchaudio(stub, tmp_path):
+    """Only its metadata asks for it; the extra "plugin" has the rest of what it imports."""
+    install(tmp_path, stub())
+    seen = [call["arguments"] for call in calls(tmp_path)]
+    (fairseq,) = [words for words in seen if "fairseq-fixed==0.12.3.1" in words]
+    assert "--no-deps" in fairseq
+    assert seen[-1][-1] == ".[plugin,experiments]"
+    assert not any("torchaudio" in word for words in seen for word in words)
+
+
+@pytest.mark.parametrize(
+    ("torch", "removed"), [("torch==2.13.0", True), ("torch==2.13.0 torchaudio", False)]
+)
+def test_a_torchaudio_that_fairseq_has_brought_is_removed(stub, tmp_path, torch, removed):
+    install(tmp_path, stub())
+    calls(tmp_path)
+    (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / "torchaudio").mkdir(parents=True)
+    assert install(tmp_path, stub(), TORCH=torch).returncode == 0
+    seen = [call["arguments"] for call in calls(tmp_path)]
+    assert any(words[-1] == "torchaudio" and "uninstall" in words for words in seen) == removed
 
 
 def test_without_a_cache_of_pip_fairseq_is_built_without_one(stub, tmp_path):
@@ -116,13 +143,13 @@ def test_another_torch_removes_the_fairseq_that_was_built_against_the_old_one(st
 def test_a_python_that_fairseq_does_not_support_is_refused_in_one_sentence(stub, tmp_path):
     done = install(tmp_path, stub("python3.13", "3.13"))
     assert done.returncode == 2
-    assert done.stderr.startswith("Python 3.11 or 3.12 is needed, ")
+    assert done.stderr.startswith("Python 3.11 or 3.12 is needed for fairseq, ")
     assert not (tmp_path / "venv").exists()
 
 
 def test_pip_is_heard_only_where_it_fails(stub, tmp_path):
     done = install(tmp_path, stub())
-    assert len(done.stdout.splitlines()) == 3
+    assert len(done.stdout.splitlines()) == 4
     assert done.stderr == ""
     done = install(tmp_path, stub(), STUB_FAILS="--editable")
     assert done.returncode == 1
@@ -150,6 +177,48 @@ def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub
         (f"PYTHON={older}", old),
     ):  # fmt: skip
         assert make(*filter(None, [option])) == installed
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    """What setup.py tells setuptools."""
+    with mock.patch.object(setuptools, "setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    return setup.call_args.kwargs
+
+
+def at(python, requirements):
+    """The names of the requirements of an environment with that Python."""
+    known = map(Requirement, requirements)
+    given = {"python_version": python, "sys_platform": "linux"}
+    return {one.name for one in known if one.marker is None or one.marker.evaluate(given)}
+
+
+def test_every_package_that_fairseq_imports_is_required_by_the_plugin(packaged):
+    importlib.import_module("lrpe_fairseq.models")
+    names = set()
+    for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "fairseq"]:
+        if (getattr(module, "__file__", None) or "").endswith(".py"):
+            for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
+                names |= {a.name for a in node.names} if isinstance(node, ast.Import) else set()
+                is_absolute = isinstance(node, ast.ImportFrom) and not node.level
+                names |= {node.module} if is_absolute else set()
+    roots = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    owners = packages_distributions()
+    found = {owners[root][0] for root in roots - {"fairseq", "fairseq_cli"}}
+    known = {*at("3.11", packaged["extras_require"]["plugin"]), "torch", "numpy"}
+    assert {"scikit-learn", "bitarray", "hydra-core"} <= found <= known
+
+
+def test_the_plain_part_installs_on_a_newer_python_that_fairseq_does_not_take(packaged):
+    extras = packaged["extras_require"]
+    assert {"3.11.0", "3.12.1", "3.13.0"} <= set(
+        SpecifierSet(packaged["python_requires"]).filter(["3.10.1", "3.11.0", "3.12.1", "3.13.0"])
+    )
+    assert "3.10.1" not in SpecifierSet(packaged["python_requires"])
+    assert at("3.12", extras["fairseq"]) == {*at("3.12", extras["plugin"]), "fairseq-fixed"}
+    assert "fairseq-fixed" not in at("3.13", extras["fairseq"])
+    assert at("3.13", packaged["install_requires"]) == {"torch", "numpy"}
 
 
 def needed(*names):

@@ -57,6 +57,9 @@ def test_an_unknown_protocol_is_refused_with_the_forms(name):
 
 
 def test_context_scaling_is_part_of_a_protocols_name_and_sentence():
+    printed = Protocol.parse("paired-512+yarn-printed-4")
+    assert printed == Protocol("paired", 512, scaling="yarn-printed", factor=4.0)
+    assert printed.overrides(T)["context_scaling"] == "yarn-printed"
     scaled = Protocol.parse("paired-512+yarn-2.5")
     assert scaled == Protocol("paired", 512, scaling="yarn", factor=2.5)
     own = {"context_scaling": "yarn", "context_factor": 2.5, "context_length": T}
@@ -202,6 +205,11 @@ def test_a_difference_is_in_nats_with_an_interval_over_blocks(caplog):
     assert 3 < found["delta_high"] / math.log(2) <= 5
     assert scoring.differences(bits, 3) == found
     assert "over 3 blocks only" in caplog.text
+
+
+def test_a_difference_over_one_block_has_no_interval(caplog):
+    assert scoring.differences(torch.full((6,), 2.0).double(), 1) == {"delta": 2 * math.log(2)}
+    assert "delta has no interval" in caplog.text
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])

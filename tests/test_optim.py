@@ -80,7 +80,8 @@ def test_no_angle_of_an_encoding_is_decayed(optimizer):
         for full, parameter in built.named_parameters():
             end = full.rpartition(".")[2]
             ours = parameter.requires_grad and (end in ANGLES or parameter.dim() <= 1)
-            expected = ours if optimizer == "lrpe_adam" else kerple and end in ("r1", "r2")
+            by_any_adam = (kerple and end in ("r1", "r2")) or end == "log_theta"
+            expected = ours if optimizer == "lrpe_adam" else by_any_adam
             assert (id(parameter) in spared) == expected, f"{name}: {full}"
 
 

@@ -75,7 +75,7 @@ def parse_only(main, words):
 
 
 STARTS = ("make ", "scripts/", "data-prep/", "python ", "fairseq-", ".venv/bin/", "PROCS=")
-SHELL_ONLY = {"echo", "pip", "source", "srun", "tensorboard"}
+SHELL_ONLY = {"echo", "lm_eval", "pip", "source", "srun", "tensorboard"}
 PARSERS = {
     "scripts/run_table.sh": run_table._parse,
     "scripts/train_lm.sh": lambda words: train_row._parse(["table2", *words]),
@@ -280,13 +280,25 @@ def test_the_readme_links_every_page():
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     languages = {named for _, named, _ in FENCED.findall(page.read_text(encoding="utf-8"))}
-    assert languages <= {"", "python", "math", "bibtex"}  # no block escapes the checks
+    assert languages <= {"", "python", "math", "bibtex", "yaml"}  # no block escapes the checks
     found = blocks(page, "python")
     if page.name == "CONTRIBUTING.md":
         assert len(found) == 4  # followed below, and in test_families.py
         return
+    if page.name == "huggingface.md":
+        pytest.importorskip("transformers", reason="the page needs transformers")
+        export_a_model(tmp_path / "my-model")
     for text in found:
         exec(compile(text, page.name, "exec"), {})
+
+
+def export_a_model(folder):
+    """Write the exported model that docs/huggingface.md reads."""
+    from lrpe_fairseq import hf
+    from tests.hf.models import language_model
+
+    *_, checkpoint = language_model(attention_type="linear", position_encoding="lrpe-type2")
+    hf.export(checkpoint, folder)
 
 
 PROPERTIES = "minus_s or norms or half_types or incremental or do_not_fit"
@@ -321,7 +333,8 @@ def follow_the_recipe(folder):
     (folder / path).write_text(blocks(ROOT / "CONTRIBUTING.md", "python")[0])
     line = re.search(r"Add the line\*\* `(.*?)` to `ENCODINGS`", text)[1]
     table = folder / "lrpe_fairseq" / "encodings" / "__init__.py"
-    imported = "from lrpe_fairseq.encodings.yours import Yours"
+    module = path.removesuffix(".py").replace("/", ".")
+    imported = f"from {module} import Yours"
     add_entry(table, "ENCODINGS: dict[str, Constructor] = {\n", line, imported)
 
 

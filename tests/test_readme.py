@@ -148,3 +148,10 @@ def test_every_training_command_trains(own_text, text):
     written = shell(own_text, f"{text} {TINY} {ON_CPU if '-gpu' in text else ''} {folder}")
     assert "done training in" in written
     assert ("can fail on texts longer" in written) == ("rotated" in text)
+
+
+def test_readme_names_the_command_of_the_tests_which_installs_what_they_need():
+    assert "`make test` runs the tests" in (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\ntest: $(TOOLS)" in makefile
+    assert "'.[plugin,experiments,hf,test]'" in makefile

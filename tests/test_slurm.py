@@ -5,6 +5,7 @@ one machine share a training."""
 import contextlib
 import getpass
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -279,3 +280,4 @@ def test_the_job_that_renders_the_tables_has_the_account_too(monkeypatch, tmp_pa
     for options in submitted:
         assert {"--partition=gpu", "--account=nlp", "--qos=long"} <= set(options)
     assert ["--gpus-per-node=4" in options for options in submitted] == [True, False]
+    assert "report.render('table2')" in " ".join(shlex.split(submitted[1][-1]))

@@ -26,7 +26,7 @@ def test_no_function_is_longer_than_50_lines():
 
 def test_no_kernel_assigns_to_a_tuple_within_a_tuple():
     """The interpreter and newer releases run it, Triton 3.6 does not compile it."""
-    for path in (ROOT / "lrpe_fairseq" / "kernels").glob("*.py"):
+    for path in (ROOT / "lrpe_fairseq" / "kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if "triton.jit" in "".join(map(ast.unparse, getattr(node, "decorator_list", []))):
                 targets = [x for x in ast.walk(node) if isinstance(x, ast.Tuple)]

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lrpe_fairseq import dictionaries
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data.pieces import GPT2, SHA256, obtain_gpt2
-from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import shards_of
 
@@ -88,7 +88,7 @@ def verify(folders: Sequence[Path], tokenizer: GPT2, types: int = TYPES) -> None
     Raises: UserError, which names the first file that is not.
     """
     first = folders[0] / "dict.txt"
-    words = checkpoints.dictionary_words(first)
+    words = dictionaries.words(first)
     size = len(words) + prep.FAIRSEQ_SPECIALS
     if size != types or set(tokenizer.vocabulary()) - set(words):
         raise UserError(

@@ -23,8 +23,10 @@ from lrpe_fairseq.attention.projected import (
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
-from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
-from lrpe_fairseq.encodings.networks import stored
+from lrpe_fairseq.attention.states import Owner, check_owner
+from lrpe_fairseq.attention.tokens import Names, Tokens, check_tokens, tokens_after, tokens_of
+from lrpe_fairseq.encodings.core.companions import REAL, check_companion
+from lrpe_fairseq.encodings.core.networks import stored
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 
@@ -52,6 +54,11 @@ class CrossState(NamedTuple):
 
     memory: LinearState | EncodedMemory
     next_position: Tensor  # B, int64: number of real tokens of the target so far
+    owner: Owner | None = None  # the layer that made it; None is not checked
+
+
+OF_QUERY = Names(padding="query_padding_mask")
+OF_MEMORY = Names("memory", "key_padding_mask", "memory_positions")
 
 
 class CrossAttention(ProjectedAttention):
@@ -66,6 +73,8 @@ class CrossAttention(ProjectedAttention):
     Raises: ChoiceError as there, and for what needs one sequence: an encoding for causal attention
         only, positions summed from a text, and in linear attention a decay between query and key.
     """
+
+    kind = "cross-attention"
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any
@@ -146,7 +155,8 @@ class CrossAttention(ProjectedAttention):
             places = (p.expand(rows, p.shape[-1]) for p in (memory.positions, memory.counts))
             memory = EncodedMemory(*memory[:2], *places, memory.padding)
         parts = (None if part is None else part.index_select(0, new_order) for part in memory)
-        return CrossState(type(memory)(*parts), state.next_position.index_select(0, new_order))
+        following = state.next_position.index_select(0, new_order)
+        return CrossState(type(memory)(*parts), following, state.owner)
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
@@ -178,13 +188,18 @@ class CrossAttention(ProjectedAttention):
             need_weights: True to return the weights of softmax attention.
         Returns: (B, T, C), the weights (B, H, T, S) before dropout or None, and the state.
         Under torch.compile it runs outside the compiled graph.
-        Raises: ValueError for positions of another shape.
+        Raises: ValueError for a tensor of another shape, dtype or device than it must have, and for
+            a state of another layer or batch.
         """
-        before, past = (None, None) if state is None else (state.next_position, state.memory)
-        queries = tokens_of(x, query_padding_mask, before, positions)
-        source = None
+        width = self.num_heads * self.head_dim
+        check_tokens(x, query_padding_mask, positions, width=width, names=OF_QUERY)
         if state is None:
-            source = tokens_of(memory, key_padding_mask, positions=memory_positions)
+            before = past = None
+            source = self._tokens_of_memory(x, memory, key_padding_mask, memory_positions)
+        else:
+            check_owner(state, CrossState, self.owner, x)
+            before, past, source = state.next_position, state.memory, None
+        queries = tokens_of(x, query_padding_mask, before, positions)
         given, weights = (x, queries, memory, source, past), None
         if self.attention_type == "linear":
             out, past = self._linear(*given)
@@ -195,7 +210,16 @@ class CrossAttention(ProjectedAttention):
         if not keep_state:
             return out, weights, None
         following = tokens_after(x, query_padding_mask, before)
-        return out, weights, CrossState(past, following)
+        return out, weights, CrossState(past, following, self.owner)
+
+    def _tokens_of_memory(
+        self, x: Tensor, memory: Tensor, padding: Tensor | None, positions: Tensor | None
+    ) -> Tokens:
+        """Return the tokens of a memory (B, S, C') that belongs to x (B, T, C)."""
+        shape = len(x), None, self.memory_dim
+        check_companion("memory", memory, REAL, "(B, S, C')", (shape,), x)
+        check_tokens(memory, padding, positions, names=OF_MEMORY)
+        return tokens_of(memory, padding, positions=positions)
 
     def _linear(
         self,

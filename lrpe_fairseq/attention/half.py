@@ -9,9 +9,9 @@ rows or columns are first divided by their largest numbers, so that nothing over
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels import causal
 from lrpe_fairseq.kernels.dispatch import is_plain
-from lrpe_fairseq.kernels.loader import AMPERE
+from lrpe_fairseq.kernels.linear import causal
+from lrpe_fairseq.kernels.loader import AMPERE, is_rocm
 
 CHUNK = 128
 """Longest chunk in tokens. There are half as many float32 states as with ``causal.CHUNK``."""
@@ -20,10 +20,11 @@ CHUNK = 128
 def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
     """True for float16 on a GPU, bfloat16 on an Ampere or newer one, and torch 2.8 or newer.
 
-    False for a learned decay (H,), whose gradient is a sum of differences over all tokens.
+    False for a learned decay (H,), whose gradient is a sum of differences over all tokens, and on
+    ROCm, where torch up to 2.9 refuses products of halves in float32.
     """
     learned = log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad
-    if learned or not (is_plain(q, v, log_decay) and q.is_cuda and v.is_cuda):
+    if learned or is_rocm() or not (is_plain(q, v, log_decay) and q.is_cuda and v.is_cuda):
         return False
     fast = v.dtype == torch.float16 or (
         v.dtype == torch.bfloat16 and torch.cuda.get_device_capability(v.device) >= AMPERE

@@ -18,10 +18,12 @@ from lrpe_fairseq.attention import half
 from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
-from lrpe_fairseq.encodings.forms import Transport
-from lrpe_fairseq.kernels import causal, causal_cpu, loader
-from lrpe_fairseq.kernels.causal import block_decay, decay_matrix, full_definition
+from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_companion
+from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs, without_autocast
+from lrpe_fairseq.kernels.linear import causal, causal_cpu
+from lrpe_fairseq.kernels.linear.causal import block_decay, decay_matrix, full_definition
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
@@ -35,7 +37,7 @@ LOWEST_DECAY = -1000.0
 """Smallest logarithm of a decay: exp(-1000) is 0 in float64, and float32 sums of a block of such
 decays keep three decimals."""
 
-KERNELS = "lrpe_fairseq.kernels.causal_triton"
+KERNELS = "lrpe_fairseq.kernels.linear.causal_triton"
 
 
 class LinearState(NamedTuple):
@@ -79,6 +81,7 @@ def linear_attention_naive(
 
     window: a query attends to the last ``window`` keys only, itself included (causal).
     """
+    _check_documents(q, causal, starts, transport)
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given)
     scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
@@ -193,9 +196,10 @@ def linear_attention(
         dtype: of the result; None for that of ``v``. Sums without a denominator overflow float16.
     Returns: (B, H, T, E) in that dtype (float16 saturates). Sums are computed in float32 or wider.
         A query without a visible key gets zeros.
-    Raises: ValueError for an unknown normalizer or incompatible arguments.
+    Raises: ValueError for an unknown normalizer, incompatible arguments, or a tensor of another
+        shape, dtype or device than it must have.
     """
-    _check_causal(causal, transport, starts)
+    _check_documents(q, causal, starts, transport)
     if transport is not None:
         given = {"normalizer": normalizer, "content": content, "log_decay": log_decay}
         given |= {"starts": starts, "transport": transport, "dtype": dtype, "state": None}
@@ -233,8 +237,11 @@ def linear_attention_block(
     O(D E) at any position.
     """
     dtype = dtype or v.dtype
+    _check_documents(q, True, starts, transport)
     given = (q, k, v, True, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given)
+    if state is not None:
+        _check_sums(state, q, v.shape[-1])
     log_decay = _with_cuts(_without_padding(log_decay, key_padding_mask), starts, q)
     before = state or _empty_state(q, v, content)
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
@@ -287,6 +294,7 @@ def attend_to_memory(
     :func:`summed_memory`. content: features of the queries without encoding, for normalizer
     ``content``. dtype: of the values, and of the result (B, H, T, E).
     """
+    _check_sums(memory, q, None)
     counted = {"rotated": q, "content": content}.get(normalizer)
     out, denominator = q.to(memory.kv) @ memory.kv, None
     if counted is not None:
@@ -323,17 +331,15 @@ def _prepare(
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
     if normalizer == "content" and content is None:
         raise ValueError("normalizer 'content' needs content=(q, k), the features before encoding")
+    _check_features(q, k, v, key_padding_mask, log_decay)
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"causal attention needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}"
         )
     if log_decay is not None and not causal:
         _check_both_ways(q, k, log_decay)
-    if log_decay is not None and log_decay.shape not in (q.shape[1:2], q.shape[:3]):
-        raise ValueError(
-            f"log_decay must have shape (H,) or (B, H, T), here {tuple(q.shape[1:2])} or "
-            f"{tuple(q.shape[:3])}, got {tuple(log_decay.shape)}"
-        )
+    if normalizer == "content":
+        _check_content(content, q, k)
     wide = torch.promote_types(v.dtype, torch.float32)
     own = wide if widen else v.dtype
     keys = [k.to(own), v.to(own)] + ([content[1].to(wide)] if normalizer == "content" else [])
@@ -345,12 +351,57 @@ def _prepare(
     return q.to(own), keys[0], keys[1], used, log_decay
 
 
-def _check_causal(causal: bool, transport: Transport | None, starts: Tensor | None) -> None:
-    """Refuse arguments that have no meaning in bidirectional attention."""
-    if transport is not None and not causal:
-        raise ValueError("a transport of keys needs causal=True")
-    if starts is not None and not causal:
-        raise ValueError("starts of documents need causal=True")
+def _check_features(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None
+) -> None:
+    """Check q (B, H, T, D) and what belongs to it; see :func:`linear_attention`.
+
+    Only shapes, dtypes and devices are read, as in all checks of this module.
+    """
+    check_companion("q", q, REAL, "(B, H, T, D)", ((None,) * 4,), q)
+    batch, heads, length, width = q.shape
+    check_companion("k", k, REAL, "(B, H, S, D)", ((batch, heads, None, width),), q)
+    keys = k.shape[2]
+    check_companion("v", v, REAL, "(B, H, S, E)", ((batch, heads, keys, None),), q)
+    if key_padding_mask is not None:
+        shape = batch, keys
+        check_companion("key_padding_mask", key_padding_mask, PADDING, "(B, S)", (shape,), q)
+    if log_decay is not None:
+        shapes = (heads,), (batch, heads, length)
+        check_companion("log_decay", log_decay, REAL, "(H,) or (B, H, T)", shapes, q)
+
+
+def _check_content(content: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> None:
+    """Check the features without encoding of queries and keys; see :func:`linear_attention`."""
+    own = (*q.shape[:3], None)
+    check_companion("content[0]", content[0], REAL, "(B, H, T, D)", (own,), q)
+    own = (*k.shape[:3], content[0].shape[-1])
+    check_companion("content[1]", content[1], REAL, "(B, H, S, D)", (own,), q)
+
+
+def _check_documents(
+    q: Tensor, causal: bool, starts: Tensor | None, transport: Transport | None
+) -> None:
+    """Check what belongs to the tokens of causal attention; see :func:`linear_attention`."""
+    if transport is not None:
+        if not causal:
+            raise ValueError("a transport of keys needs causal=True")
+        own = tuple(q.shape)
+        check_companion("transport.w", transport.w, REAL, "(B, H, T, D)", (own,), q)
+        check_companion("transport.beta", transport.beta, REAL, "(B, H, T)", (own[:3],), q)
+    if starts is not None:
+        if not causal:
+            raise ValueError("starts of documents need causal=True")
+        shape = q.shape[0], q.shape[2]
+        check_companion("starts", starts, FLAGS, "(B, T)", (shape,), q)
+
+
+def _check_sums(state: LinearState, q: Tensor, width: int | None) -> None:
+    """Check that a state belongs to the features q (B, H, T, D) and to values of this width."""
+    batch, heads, _, features = q.shape
+    shape = batch, heads, features, width
+    check_companion("state.kv", state.kv, REAL, "(B, H, D, E)", (shape,), q)
+    check_companion("state.keys", state.keys, REAL, "(B, H, D')", ((batch, heads, None),), q)
 
 
 def _check_both_ways(q: Tensor, k: Tensor, log_decay: Tensor) -> None:

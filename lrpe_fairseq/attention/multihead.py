@@ -29,9 +29,11 @@ from lrpe_fairseq.attention.projected import (
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
-from lrpe_fairseq.attention.tokens import Tokens, tokens_after, tokens_of
+from lrpe_fairseq.attention.states import Owner, check_owner
+from lrpe_fairseq.attention.tokens import Tokens, check_tokens, tokens_after, tokens_of
 from lrpe_fairseq.attention.transport import carried
-from lrpe_fairseq.encodings.forms import Transport
+from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
+from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 __all__ = [
@@ -50,6 +52,7 @@ class AttentionState(NamedTuple):
     past: LinearState | SoftmaxState
     next_position: Tensor  # B, int64: number of real tokens so far
     history: dict[str, Tensor] = {}  # B ...: state of the filters and sums over the text
+    owner: Owner | None = None  # the layer that made it; None is not checked
 
 
 class Memory(NamedTuple):
@@ -92,6 +95,8 @@ class MultiheadAttention(ProjectedAttention):
     Raises: ChoiceError for an unknown name or option, a width that is not divisible by H, a window
         that is not causal, or an encoding that the attention type does not support.
     """
+
+    kind = "self-attention"
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -170,11 +175,12 @@ class MultiheadAttention(ProjectedAttention):
                 attends to its own document only; positions, gates and linear states start anew.
                 The first token of a text need not be marked. A Memory has documents of its own.
         Under torch.compile it runs outside the compiled graph and warns once.
-        Raises: ValueError for incompatible arguments.
+        Raises: ValueError for incompatible arguments, for a tensor of another shape, dtype or
+            device than it must have, and for a state of another layer or batch.
         """
         if torch.compiler.is_compiling():
             warn_about_compiler()
-        self._check_state(x, state, keep_state, positions, starts)
+        self._check(x, key_padding_mask, state, keep_state, positions, starts)
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
         if isinstance(state, Memory):
@@ -189,31 +195,29 @@ class MultiheadAttention(ProjectedAttention):
         options = {"window": window, "one_sided": one_sided, "starts": starts}
         return self._attend(x, key_padding_mask, state, keep_state, positions, options)
 
-    def _check_state(
+    def _check(
         self,
         x: Tensor,
+        key_padding_mask: Tensor | None,
         state: AttentionState | Memory | None,
         keep_state: bool,
         positions: Tensor | None,
         starts: Tensor | None,
     ) -> None:
-        """Refuse wrong shapes, states of another layer or batch, and documents with positions."""
-        if x.dim() != 3:
-            raise ValueError(f"x must have shape (B, T, C), got {tuple(x.shape)}")
+        """Refuse what does not belong to x, to this layer or to causal attention."""
+        width = self.num_heads * self.head_dim
+        check_tokens(x, key_padding_mask, positions, starts, width)
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         if starts is not None and (not self.causal or positions is not None):
             raise ValueError("documents need causal attention and positions that are counted")
-        if state is None or isinstance(state, Memory):
+        if isinstance(state, Memory):
+            _check_memory(state, x)
             return
-        summed = self.attention_type == "linear" and self.window is None
-        fits = isinstance(state.past, LinearState if summed else SoftmaxState)
-        if not fits or state.past[0].shape[:2] != (len(x), self.num_heads):
-            raise ValueError(
-                "the state belongs to another layer or batch: pass what attend returned for the "
-                "block before, or None at the beginning of a text"
-            )
-        if summed:
+        if state is None:
+            return
+        check_owner(state, AttentionState, self.owner, x)
+        if isinstance(state.past, LinearState):
             return
         explicit = positions is not None or not (state.past.counted or state.past.packed)
         if explicit and (starts is not None or state.past.packed):
@@ -248,7 +252,7 @@ class MultiheadAttention(ProjectedAttention):
         elif tokens.segments is not None:
             last = tokens.positions[:, -1]
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
-        return out, AttentionState(past, following, history)
+        return out, AttentionState(past, following, history, self.owner)
 
     def _linear(
         self, x: Tensor, tokens: Tokens, past: LinearState | SoftmaxState | None, keep_state: bool
@@ -315,6 +319,7 @@ class MultiheadAttention(ProjectedAttention):
 
         They are the sums of all scores, which are the output for values of 1 without a normalizer.
         """
+        check_tokens(x, starts=self.given.starts)
         tokens = self._of_text(x, tokens_of(x, starts=self.given.starts))
         q, k, _ = self._project(x, tokens=tokens)
         q, k = self._features(q, k, tokens.at, tokens.at)
@@ -400,6 +405,9 @@ class MultiheadAttention(ProjectedAttention):
         states, self.given.states = self.given.states, None
         if states is None:
             states = self.encoding.start(tokens.positions, q)
+        else:
+            axes, own = "(B, H, T, D)", tuple(q.shape)
+            check_companion("given.states", states, REAL, axes, (own, (1, *own[1:])), q)
         if self.update is not None:
             self._read = [states]
             v = torch.cat([v, states.to(v).expand(len(v), -1, -1, -1)], -1)
@@ -476,4 +484,16 @@ def reorder_attention_state(state: AttentionState, new_order: Tensor) -> Attenti
     module = linear if isinstance(state.past, LinearState) else softmax
     past = module.reorder_state(state.past, new_order)
     history = {name: part.index_select(0, new_order) for name, part in state.history.items()}
-    return AttentionState(past, state.next_position.index_select(0, new_order), history)
+    following = state.next_position.index_select(0, new_order)
+    return AttentionState(past, following, history, state.owner)
+
+
+def _check_memory(memory: Memory, x: Tensor) -> None:
+    """Refuse a memory of another batch, width or device than x (B, T, C)."""
+    batch, length, width = x.shape
+    shape = None, batch, width
+    check_companion("the inputs of a memory", memory.inputs, REAL, "(M, B, C)", (shape,), x)
+    if memory.segments is not None:
+        shape = batch, len(memory.inputs) + length
+        axes = "(B, M + T)"
+        check_companion("the segments of a memory", memory.segments, NUMBERS, axes, (shape,), x)

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import EncodingSpec
-from lrpe_fairseq.encodings.history import history
-from lrpe_fairseq.encodings.parameters import drawn
+from lrpe_fairseq.encodings.core.history import history
+from lrpe_fairseq.encodings.core.parameters import drawn
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError
 
 PARTS = ("qk-norm", "output-norm", "output-gate", "kv-shift")
@@ -63,11 +64,15 @@ class Gate(nn.Module):
 
     The draw comes from the encoding's seed, so that all other weights of a model are those without
     the gate.
+
+    Args: encoding: of the layer. size: N. stream: the name of its random stream.
     """
 
-    def __init__(self, spec: EncodingSpec, size: int, stream: int) -> None:
+    def __init__(self, encoding: Encoding, size: int, stream: str) -> None:
         super().__init__()
-        self.weight = drawn(spec.generator(stream), size, spec.num_heads * spec.head_dim)
+        spec = encoding.spec
+        generator = spec.generator(stream, encoding.streams)
+        self.weight = drawn(generator, size, spec.num_heads * spec.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the gates (B, T, N) of x (B, T, C), in float32 or wider."""
@@ -78,8 +83,8 @@ class Gate(nn.Module):
 class KVShift(Gate):
     """Mix keys and values with those of the real token before, 0 at the start of a document."""
 
-    def __init__(self, spec: EncodingSpec) -> None:
-        super().__init__(spec, 2 * spec.num_heads, stream=42)
+    def __init__(self, encoding: Encoding) -> None:
+        super().__init__(encoding, 2 * encoding.spec.num_heads, "kv-shift")
 
     def shifted(self, x: Tensor, kv: Tensor, tokens: Tokens) -> Tensor:
         """Return keys and values of x (B, T, C) after the shift.

@@ -6,7 +6,8 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from numbers import Real
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +15,18 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
+from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.forms import OnePass, Planes
-from lrpe_fairseq.encodings.networks import as_stored, stored
+from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
+from lrpe_fairseq.encodings.core.forms import OnePass, Planes
+from lrpe_fairseq.encodings.core.networks import as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode, loader
+from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs
+from lrpe_fairseq.kernels.encode import encode
 
 ATTENTION_TYPES = ("linear", "softmax")
-KERNELS = "lrpe_fairseq.kernels.encode_triton"
+KERNELS = "lrpe_fairseq.kernels.encode.encode_triton"
 NOT_EXPORTED = (
     "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
     "model in Python"
@@ -35,6 +38,9 @@ class ProjectedAttention(nn.Module):
 
     The arguments and errors are those of :class:`.multihead.MultiheadAttention`.
     """
+
+    kind: ClassVar[str]
+    """What a state is of, for the errors of ``states.check_owner``."""
 
     def __init__(
         self,
@@ -59,6 +65,7 @@ class ProjectedAttention(nn.Module):
             raise ValueError("give the options of an encoding by keyword or as options, not both")
         options = EncodingOptions(**encoding_options) if options is None else options
         _check_choices(embed_dim, num_heads, attention_type, normalizer)
+        _check_dropout(dropout)
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
@@ -77,7 +84,8 @@ class ProjectedAttention(nn.Module):
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
         self.norm = nn.LayerNorm(embed_dim) if use_norm else None
-        self._add_parts(parse_parts(parts))
+        self.parts = parse_parts(parts)
+        self._add_parts(self.parts)
         self.update: nn.Module | None = None
         """What a layer adds to the states of the encoding; see ``MultiheadAttention.advance``."""
         self._read: list[Tensor] = []  # the states, and their means by the weights
@@ -97,8 +105,15 @@ class ProjectedAttention(nn.Module):
             HeadNorm(spec, 1e-5) if "qk-norm" in parts else None for _ in range(2)
         )
         self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
-        self.out_gate = Gate(spec, width, stream=41) if "output-gate" in parts else None
-        self.kv_shift = KVShift(spec) if "kv-shift" in parts else None
+        gate, shift = (name in parts for name in ("output-gate", "kv-shift"))
+        self.out_gate = Gate(self.encoding, width, "output-gate") if gate else None
+        self.kv_shift = KVShift(self.encoding) if shift else None
+
+    @property
+    def owner(self) -> Owner:
+        """What the states of this module belong to."""
+        own = self.kind, self.attention_type, self.normalizer
+        return Owner(*own, self.encoding.name, self.encoding.spec, self.window, self.parts)
 
     # --- fairseq's interface -------------------------------------------------------------------
 
@@ -312,6 +327,8 @@ def warn_about_compiler() -> None:
 
 
 def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
+    check_number("embed_dim", embed_dim, least=1, most=LONGEST)
+    check_number("num_heads", num_heads)
     if num_heads < 1 or embed_dim % num_heads:
         raise ChoiceError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
     if attention_type not in ATTENTION_TYPES:
@@ -324,6 +341,12 @@ def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normaliz
         )
 
 
+def _check_dropout(dropout: float) -> None:
+    check_number("dropout", dropout, Real)
+    if not 0 <= dropout < 1:
+        raise ChoiceError(f"dropout must be at least 0 and less than 1, not {dropout:g}")
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """True if the module computes W x + b with its own weights and has no hooks."""
     hooks = module._forward_pre_hooks, module._forward_hooks
@@ -334,8 +357,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def checked_window(window: int | None, causal: bool) -> int | None:
     """Return ``window``. Raises: ChoiceError for less than one token, or if not causal."""
-    if window is not None and window < 1:
-        raise ChoiceError(f"an attention window has at least one token, not {window}")
+    if window is not None:
+        check_number("the number of tokens of an attention window", window, least=1, most=LONGEST)
     if window is not None and not causal:
         raise ChoiceError(
             "an attention window needs causal attention: choose none for an encoder or "

@@ -24,12 +24,12 @@ from lrpe_fairseq.attention.tokens import (
     visible_pairs,
 )
 from lrpe_fairseq.attention.transport import carried, score_blocks
-from lrpe_fairseq.encodings.base import Encoding
-from lrpe_fairseq.encodings.forms import LOWEST, Form, Transport, masked_softmax
-from lrpe_fairseq.encodings.positions import Lags, PositionCache
+from lrpe_fairseq.encodings.core.forms import LOWEST, Form, Transport, masked_softmax
+from lrpe_fairseq.encodings.core.positions import Lags, PositionCache, constant
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed, without_autocast
-from lrpe_fairseq.kernels.flash import NoSecondDerivative
+from lrpe_fairseq.kernels.flash.flash import NoSecondDerivative
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
@@ -40,7 +40,7 @@ ROWS = 64
 LARGEST_BIAS = 2**25
 """Maximum number of elements of a bias that is kept: 64 MB in half precision."""
 
-FLASH, STICK = "lrpe_fairseq.kernels.flash_triton", "lrpe_fairseq.kernels.stick_triton"
+FLASH, STICK = "lrpe_fairseq.kernels.flash.flash_triton", "lrpe_fairseq.kernels.flash.stick_triton"
 
 Rescore = Callable[[Tensor, Tensor | None], Tensor]
 """(scores, visible) -> scores; see ``ScoreEncoding.forward``."""
@@ -94,7 +94,7 @@ def encoded_attention(
         dropout: on the attention weights, as in the paper (softmax only).
     Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
     """
-    call = _call(encoding, queries, keys, causal, dropout)
+    call, q = _call(encoding, queries, keys, causal, dropout), _with_factors(encoding, q)
     if queries.transport is not None:
         loader.log_served(
             f"softmax attention of {encoding.name}", "blocks of chunks", q.device.type
@@ -120,7 +120,7 @@ def encoded_weights(
     encoding: Encoding, q: Tensor, k: Tensor, queries: Tokens, keys: Tokens, *, causal: bool
 ) -> Tensor:
     """Return the weights of :func:`encoded_attention`, (B, H, T, S) in q's dtype."""
-    call = _call(encoding, queries, keys, causal, 0.0)
+    call, q = _call(encoding, queries, keys, causal, 0.0), _with_factors(encoding, q)
     rest = visible_pairs(queries, keys, causal), q.dtype, _terms(q, k, queries, keys, call)
     if queries.transport is None:
         return weighted((q * call.scale) @ k.mT, *rest)
@@ -134,6 +134,14 @@ def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropo
     with without_autocast(queries.positions):  # autocast would round the form
         form = encoding.form(lags, queries.positions)
     return Call(form, lags, causal, encoding.softmax_scale, dropout)
+
+
+def _with_factors(encoding: Encoding, q: Tensor) -> Tensor:
+    """Multiply the features of q (B, H, T, D') by ``feature_factors``, in float32 or wider."""
+    if encoding.feature_factors is None:
+        return q
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (q * constant(encoding.feature_factors, wide, q.device)).to(q.dtype)
 
 
 def _in_blocks(

@@ -10,8 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.forms import Transport
-from lrpe_fairseq.encodings.positions import (
+from lrpe_fairseq.encodings.core.companions import (
+    FLAGS,
+    PADDING,
+    REAL,
+    check_by_token,
+    check_companion,
+)
+from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.encodings.core.positions import (
     Lags,
     PositionCache,
     check_positions,
@@ -110,6 +117,37 @@ class Tokens(NamedTuple):
         return self.positions if self.counts is None else self.counts
 
 
+class Names(NamedTuple):
+    """What a caller's arguments are called, for the errors of :func:`check_tokens`."""
+
+    x: str = "x"
+    padding: str = "key_padding_mask"
+    positions: str = "positions"
+
+
+def check_tokens(
+    x: Tensor,
+    padding: Tensor | None = None,
+    positions: Tensor | None = None,
+    starts: Tensor | None = None,
+    width: int | None = None,
+    names: Names = Names(),
+) -> None:
+    """Check everything that belongs to the tokens of x (B, T, C), without reading a value.
+
+    Args: padding, positions, starts: of :func:`tokens_of`. width: C; None for any.
+    Raises: ValueError, in one sentence, for another shape, dtype or device than theirs.
+    """
+    if x.dim() != 3 or not x.is_floating_point() or width not in (None, x.shape[2]):
+        check_companion(names.x, x, REAL, "(B, T, C)", ((None, None, width),), x)
+    if padding is not None:
+        check_by_token(names.padding, padding, PADDING, x)
+    if positions is not None:
+        check_positions(positions, x, names.positions)
+    if starts is not None:
+        check_by_token("starts", starts, FLAGS, x)
+
+
 def tokens_of(
     x: Tensor,
     padding: Tensor | None = None,
@@ -123,6 +161,7 @@ def tokens_of(
 
     Real tokens are counted first, then padding, which is masked. No value is read. The same
     positions object is returned for the same length, mask or starts, so that encodings can cache.
+    Trap: the arguments are not checked; see :func:`check_tokens`.
 
     Args:
         padding: (B, T), true at padding, which may be anywhere.
@@ -131,7 +170,6 @@ def tokens_of(
         positions: int64 (T,) or (B, T); None counts. one_sided: see :class:`Given`.
         starts: bool (B, T); positions count from the last start on.
         more: further fields of :class:`Tokens`.
-    Raises: ValueError for positions of another type or shape.
     """
     length, device = x.shape[1], x.device
     if padding is None:
@@ -142,7 +180,7 @@ def tokens_of(
         counts = before.unsqueeze(1) + counts
     padding = None if padding is None else padding.bool()
     if positions is not None:
-        return Tokens(check_positions(positions, x), counts, padding, **more)
+        return Tokens(positions, counts, padding, **more)
     in_slots = before is None and (padding is None or one_sided)
     slots = 0 if in_slots else None
     if starts is None:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.forms import Transport
-from lrpe_fairseq.kernels.causal import chunks_of, cut, decay_in_chunk
+from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.linear.causal import chunks_of, cut, decay_in_chunk
 
 CHUNK = 32
 """Longest chunk in tokens. On a CPU linear attention takes 0.6 to 0.75 of the time of 64."""

@@ -11,7 +11,7 @@ from fairseq.logging import metrics
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.models.options import one_sentence_errors
 

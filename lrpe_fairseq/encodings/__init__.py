@@ -4,41 +4,52 @@ Command-line choices, tests, benchmark rows and the tables of docs/encodings.md 
 from :data:`ENCODINGS`. To add an encoding, write one file and add one line here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from functools import cache, partial
 from typing import NamedTuple
 
-from lrpe_fairseq.encodings.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
-from lrpe_fairseq.encodings.alibi import ALiBi
-from lrpe_fairseq.encodings.base import Encoding
-from lrpe_fairseq.encodings.base import QueryKeyEncoding as QueryKeyEncoding
-from lrpe_fairseq.encodings.base import ScoreEncoding as ScoreEncoding
-from lrpe_fairseq.encodings.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
-from lrpe_fairseq.encodings.cope import CoPE
-from lrpe_fairseq.encodings.cosformer import CosFormer
-from lrpe_fairseq.encodings.deberta import DeBERTa
-from lrpe_fairseq.encodings.fire import FIRE
-from lrpe_fairseq.encodings.fope import FoPE
-from lrpe_fairseq.encodings.fox import FoX, can_be_gated, gated
-from lrpe_fairseq.encodings.grid import GridEncoding
-from lrpe_fairseq.encodings.kerple import KerpleLog, KerplePower
-from lrpe_fairseq.encodings.lie import ComRoPEAP, ComRoPELD, LieRE
-from lrpe_fairseq.encodings.lrpe import CORES, LRPE, PROJECTIONS
+from lrpe_fairseq.encodings.core.options import LONGEST as LONGEST
+from lrpe_fairseq.encodings.core.options import (
+    EncodingOptions,
+    EncodingSpec,
+    OptionsOf,
+    register_methods,
+    shortened,
+)
+from lrpe_fairseq.encodings.core.options import check_number as check_number
+from lrpe_fairseq.encodings.core.protocols import Encoding
+from lrpe_fairseq.encodings.core.protocols import QueryKeyEncoding as QueryKeyEncoding
+from lrpe_fairseq.encodings.core.protocols import ScoreEncoding as ScoreEncoding
 from lrpe_fairseq.encodings.none import NoEncoding
-from lrpe_fairseq.encodings.options import EncodingOptions, EncodingSpec
-from lrpe_fairseq.encodings.path import Path, can_be_carried, path
-from lrpe_fairseq.encodings.permuteformer import PermuteFormer
-from lrpe_fairseq.encodings.rope_2d import RoPE2D, RoPE2DMixed
-from lrpe_fairseq.encodings.sandwich import Sandwich
-from lrpe_fairseq.encodings.scaling import RotationOptions
-from lrpe_fairseq.encodings.selective import SelectiveOptions, can_be_selective, selective
-from lrpe_fairseq.encodings.shaw import Shaw
-from lrpe_fairseq.encodings.spe import SPE
-from lrpe_fairseq.encodings.stick_breaking import StickBreaking
-from lrpe_fairseq.encodings.t5 import T5Bias
-from lrpe_fairseq.encodings.tape import TAPE
-from lrpe_fairseq.encodings.transformer_xl import TransformerXL
+from lrpe_fairseq.encodings.rotations.angles import AngleOptions
+from lrpe_fairseq.encodings.rotations.cores import CORES
+from lrpe_fairseq.encodings.rotations.cosformer import CosFormer
+from lrpe_fairseq.encodings.rotations.fope import FoPE
+from lrpe_fairseq.encodings.rotations.lie import ComRoPEAP, ComRoPELD, LieRE
+from lrpe_fairseq.encodings.rotations.lrpe import LRPE
+from lrpe_fairseq.encodings.rotations.permuteformer import PermuteFormer
+from lrpe_fairseq.encodings.rotations.projections import PROJECTIONS
+from lrpe_fairseq.encodings.rotations.rope_2d import RoPE2D, RoPE2DMixed
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
+from lrpe_fairseq.encodings.rotations.spe import SPE
+from lrpe_fairseq.encodings.rotations.tape import TAPE
+from lrpe_fairseq.encodings.scores.alibi import ALiBi
+from lrpe_fairseq.encodings.scores.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
+from lrpe_fairseq.encodings.scores.cope import CoPE
+from lrpe_fairseq.encodings.scores.deberta import DeBERTa
+from lrpe_fairseq.encodings.scores.fire import FIRE
+from lrpe_fairseq.encodings.scores.kerple import KerpleLog, KerplePower
+from lrpe_fairseq.encodings.scores.sandwich import Sandwich
+from lrpe_fairseq.encodings.scores.shaw import Shaw
+from lrpe_fairseq.encodings.scores.stick_breaking import StickBreaking
+from lrpe_fairseq.encodings.scores.t5 import T5Bias
+from lrpe_fairseq.encodings.scores.transformer_xl import TransformerXL
+from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
+from lrpe_fairseq.encodings.wrappers.fox import FoX, can_be_gated, gated
+from lrpe_fairseq.encodings.wrappers.grid import GridEncoding
+from lrpe_fairseq.encodings.wrappers.path import Path, can_be_carried, path
+from lrpe_fairseq.encodings.wrappers.selective import SelectiveOptions, can_be_selective, selective
 from lrpe_fairseq.errors import ChoiceError, did_you_mean
 
 Constructor = type[Encoding] | partial[Encoding]
@@ -154,6 +165,8 @@ def _wrapper(
 
 def constructor_of(name: str) -> Constructor:
     """Return the constructor of ``name``. Raises: ChoiceError, listing the names, if unknown."""
+    if not isinstance(name, str):
+        raise ChoiceError(f"the name of a position encoding is a text, not {name!r}")
     prefix, _, rest = name.partition(":")
     if name in ENCODINGS:
         return ENCODINGS[name]
@@ -161,7 +174,8 @@ def constructor_of(name: str) -> Constructor:
     if constructor is None:
         hint = did_you_mean(name, ENCODINGS)
         raise ChoiceError(
-            f"unknown position encoding {name!r}{hint}{' The' if hint else '; the'} names are "
+            f"unknown position encoding {shortened(name)}{hint}{' The' if hint else '; the'} "
+            "names are "
             f"{', '.join(ENCODINGS)}, "
             + ", ".join(f"or {family.form} {family.rest}" for family in FAMILIES.values())
         )
@@ -198,8 +212,10 @@ def encoding_class(name: str) -> type[Encoding]:
 
 def is_causal_only(name: str) -> bool:
     """True if the encoding ``name`` is defined for causal attention only."""
+    if encoding_class(name).causal_only:
+        return True
     family = FAMILIES.get(name.partition(":")[0])
-    return encoding_class(name).causal_only or (family is not None and family.causal_only)
+    return family is not None and family.causal_only
 
 
 FAMILIES: dict[str, Family] = {
@@ -250,22 +266,71 @@ FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for nam
 """Names of the free forms."""
 
 
+class _ReadOptions(EncodingOptions):
+    """Default options that remember which classes of options are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "kinds", set())
+
+    def of(self, kind: type[OptionsOf]) -> OptionsOf:
+        """Return the options of one method, and remember their class."""
+        self.kinds.add(kind)
+        return super().of(kind)
+
+
 @cache
+def options_read_by(name: str) -> frozenset[str]:
+    """Return the names of the options that the encoding ``name`` reads; others change nothing.
+
+    Raises: ChoiceError if the name is unknown.
+    """
+    options, slices = _ReadOptions(), name.count("+") + 1
+    encoding = build_encoding(name, max(8, 2 * slices), 1, causal=True, options=options)
+    ignored = set() if encoding.scales else {RotationOptions}
+    ignored |= set() if encoding.angles else {AngleOptions}  # every constructor reads both
+    return frozenset(own.name for kind in options.kinds - ignored for own in fields(kind))
+
+
 def has_rotations(name: str) -> bool:
     """True if the encoding ``name`` takes ``RotationOptions``. Raises: ChoiceError if unknown."""
-    return bool(build_encoding(name, 8, 1, causal=True).scales)
+    return "rotation_base" in options_read_by(name)
+
+
+def kinds_of_options() -> list[type]:
+    """Return the classes of options of all encodings: of ENCODINGS in order, then others."""
+    kinds = [encoding_class(name).Options for name in ENCODINGS]
+    return list(dict.fromkeys([*kinds, RotationOptions, AngleOptions, SelectiveOptions]))
+
+
+@cache
+def angles_of(name: str) -> str:
+    """Return "fixed" or "learned" if the encoding ``name`` takes ``AngleOptions``, else "".
+
+    Raises: ChoiceError if it is unknown.
+    """
+    return build_encoding(name, 8, 1, causal=True).angles
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}: of ENCODINGS in order, then others."""
+    """Return the options of all encodings as {name: field}, in the order of their classes."""
     found: dict[str, Field] = {}
-    kinds = [encoding_class(name).Options for name in ENCODINGS]
-    for kind in dict.fromkeys([*kinds, RotationOptions, SelectiveOptions]):
+    for kind in kinds_of_options():
         for own in fields(kind):
             if own.name in found or not own.metadata.get("help"):
                 raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
             found[own.name] = own
     return found
+
+
+def _parse_departures(given: str | Collection[str]) -> frozenset[str]:
+    """Return the departures that are named; see ``fidelity``, which reads :data:`ENCODINGS`."""
+    from lrpe_fairseq.encodings.fidelity import parse_departures
+
+    return parse_departures(given)
+
+
+register_methods(kinds_of_options, _parse_departures)
 
 
 def build_encoding(
@@ -282,17 +347,15 @@ def build_encoding(
     Args:
         name: a key of :data:`ENCODINGS` or a free form of :data:`FAMILIES`.
         head_dim, num_heads, causal, seed: see :class:`EncodingSpec`.
-        options: options of individual methods; those of other methods are ignored.
-    Raises: ChoiceError for an unknown name (listing the names), an unknown option, options of
-        rotations for a method without them, a width or a grid that the method does not support, or
-        a causal method without ``causal``.
+        options: options of individual methods, with checked values; those of other methods are
+            ignored.
+    Raises: ChoiceError for an unknown name (listing the names), options of rotations or of angles
+        for a method without them, a width, a seed or a grid that the method does not support, or a
+        causal method without ``causal``.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
     """
-    known = options_of_encodings()
-    for unknown in sorted(options.values.keys() - known.keys()):
-        raise ChoiceError(f"no encoding has the option {unknown!r}{did_you_mean(unknown, known)}")
     if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
@@ -301,6 +364,11 @@ def build_encoding(
     spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
     flat = options.position_grid == "flat"
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
+    if not encoding.angles and options.of(AngleOptions) != AngleOptions():
+        raise ChoiceError(
+            f"position encoding {name!r} does not support --angle-floor and --angle-parameter: "
+            "leave them out, or choose rope or an LRPE type with rotations"
+        )
     if not encoding.scales and options.of(RotationOptions) != RotationOptions():
         raise ChoiceError(
             f"position encoding {name!r} does not support --context-scaling, --rotation-base and "

@@ -4,8 +4,10 @@ A method declares its departures in ``Encoding.departures``. Those below concern
 encoding, and whole models.
 """
 
+from collections.abc import Collection
+
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class
-from lrpe_fairseq.encodings.departures import Departure
+from lrpe_fairseq.encodings.core.departures import Departure
 from lrpe_fairseq.errors import ChoiceError
 
 OF_ATTENTION: dict[str, Departure] = {
@@ -46,18 +48,23 @@ PUBLISHED = frozenset(name for name, own in DEPARTURES.items() if not own.named_
 """The departures that ``published`` switches on."""
 
 
-def parse_departures(text: str) -> frozenset[str]:
-    """Return the departures that ``--fidelity TEXT`` names.
+def parse_departures(given: str | Collection[str]) -> frozenset[str]:
+    """Return the departures that ``--fidelity TEXT`` or a collection of names switches on.
 
-    TEXT is ``correct`` (none) or a comma-separated list, which may contain ``published``.
-    Raises: ChoiceError, listing the known names, if one is unknown.
+    TEXT is ``correct`` (none) or a comma-separated list, which may contain ``published``; so may a
+    collection. Raises: ChoiceError, listing the known names, if one is unknown.
 
     >>> sorted(parse_departures("t5-unit-init,t5-shared-bias"))
     ['t5-shared-bias', 't5-unit-init']
     """
-    if text == "correct":
+    if given == "correct":
         return frozenset()
-    names = {name.strip() for name in text.split(",")}
+    if not isinstance(given, Collection) or not all(isinstance(name, str) for name in given):
+        raise ChoiceError(
+            f"fidelity is a text or a collection of names, not {given!r}: choose correct, "
+            "published, or names of departures"
+        )
+    names = {name.strip() for name in (given.split(",") if isinstance(given, str) else given)}
     chosen = frozenset(names - {"published"})
     unknown = sorted(chosen - DEPARTURES.keys())
     if unknown:

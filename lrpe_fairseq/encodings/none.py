@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from lrpe_fairseq.encodings.base import Card, QueryKeyEncoding
-from lrpe_fairseq.encodings.positions import check_positions
+from lrpe_fairseq.encodings.core.positions import check_positions
+from lrpe_fairseq.encodings.core.protocols import Card, QueryKeyEncoding
 
 
 class Unchanged(QueryKeyEncoding):

@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from lrpe_fairseq.experiments.records.console import refused_without
+
 COMMANDS = {
     "run_table": "run_table:main",
     "train_row": "train_row:main",
@@ -15,6 +17,7 @@ COMMANDS = {
     "ngrams": "ngrams:main",
     "quickstart": "quickstart:main",
     "doctor": "doctor:main",
+    "export": "export:main",
 }
 """Name -> module of ``commands``, and its function, which takes the arguments."""
 
@@ -26,7 +29,10 @@ def main(arguments: list[str]) -> int:
         print(f"python -m lrpe_fairseq.experiments COMMAND …\ncommands: {known}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[arguments[0]].partition(":")
-    found = importlib.import_module(f"lrpe_fairseq.experiments.commands.{module}")
+    try:
+        found = importlib.import_module(f"lrpe_fairseq.experiments.commands.{module}")
+    except ModuleNotFoundError as error:
+        return refused_without(arguments[0], error)
     return getattr(found, function)(arguments[1:])
 
 

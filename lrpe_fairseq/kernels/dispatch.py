@@ -65,6 +65,19 @@ def may_read_values(*tensors: Tensor) -> bool:
     return not _is_traced() and all(_is_concrete(x) for x in tensors)
 
 
+def reads_are_free(*tensors: Tensor) -> bool:
+    """True if code may decide by the values of ``tensors``, and reading them waits for nothing.
+
+    That is :func:`may_read_values` of tensors on a CPU. A read on a GPU waits until it has computed
+    all that was launched before, and the next launches come late.
+    """
+    return may_read_values(*tensors) and all(_is_on_cpu(x) for x in tensors)
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 def is_transformed() -> bool:
     """True under torch.compile, torch.func, tracing, a dispatch mode or forward-mode AD."""
     return (

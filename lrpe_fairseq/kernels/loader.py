@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -38,6 +39,13 @@ HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", f"-I{HEADERS}")
 AMPERE = (8, 0)
 """Minimum compute capability of the Triton kernels."""
+
+OLDEST_TRITON = {
+    "lrpe_fairseq.kernels.flash.flash_triton": (3, 4),
+    "lrpe_fairseq.kernels.flash.stick_triton": (3, 4),
+}
+"""Kernels that older releases of Triton do not compile: 3.2 lacks ``gather``, and 3.3 (torch 2.7)
+rejects the kernels themselves. The others run with 3.2."""
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -94,7 +102,10 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
     reason = "the C++ kernels do not compile here"
     if not kernels_enabled():
         reason = f"{VARIABLE}=0"
-    modules = (importlib.import_module(f"lrpe_fairseq.kernels.{name}_cpu") for name in names)
+    modules = (
+        importlib.import_module("lrpe_fairseq.kernels.linear.causal_cpu"),
+        importlib.import_module("lrpe_fairseq.kernels.encode.encode_cpu"),
+    )
     loaded = (module.library() is not None for module in modules)
     return {
         n: "cpu-c++" if found else "pytorch" for n, found in zip(names, loaded, strict=True)
@@ -105,9 +116,10 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
 
 
 def triton_kernels(module: str) -> ModuleType | None:
-    """Import the Triton kernels, or return None without Triton or an Ampere or newer GPU.
+    """Import the Triton kernels, or return None without Triton or an Ampere or newer NVIDIA GPU.
 
-    Also None under torch.compile and similar transformations, where PyTorch is used.
+    Also None with a Triton that is older than OLDEST_TRITON, and under torch.compile and similar
+    transformations, where PyTorch is used.
     """
     return None if is_transformed() else _triton_kernels(module)
 
@@ -115,7 +127,7 @@ def triton_kernels(module: str) -> ModuleType | None:
 @lru_cache(maxsize=8)
 def _triton_kernels(module: str) -> ModuleType | None:
     unsupported = _why_unsupported()
-    reason = unsupported or _why_triton_fails()
+    reason = unsupported or _why_too_old(module) or _why_triton_fails()
     asked = os.environ.get(VARIABLE) == "1" and torch.cuda.is_available()
     if reason and (asked or not unsupported):
         logger.warning("the Triton kernels of %s are not used: %s", module, reason)
@@ -128,12 +140,36 @@ def _why_unsupported() -> str:
         return f"{VARIABLE}=0"
     if not torch.cuda.is_available():
         return "no GPU is available"
+    if is_rocm():
+        name = torch.cuda.get_device_name()
+        return f"{name} runs ROCm, and the kernels have NVIDIA's instructions, so PyTorch is used"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if torch.cuda.get_device_capability() < AMPERE:
         name = torch.cuda.get_device_name()
         return f"{name} is older than Ampere (compute capability 8.0), so PyTorch is used"
     return ""
+
+
+def is_rocm() -> bool:
+    """True for a torch that is built for AMD GPUs, which call themselves "cuda".
+
+    Their compute capability says nothing: that of gfx942 is (9, 4).
+    """
+    return torch.version.hip is not None
+
+
+def _why_too_old(module: str) -> str:
+    """Return the reason why this release of Triton does not compile ``module``, if it does not."""
+    oldest = OLDEST_TRITON.get(module, (0, 0))
+    found = importlib.import_module("triton").__version__
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) >= oldest:
+        return ""
+    needed = ".".join(map(str, oldest))
+    return (
+        f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {found}, so PyTorch "
+        "is used"
+    )
 
 
 @lru_cache(maxsize=1)
@@ -161,17 +197,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         form = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
         known = _compiled.get(form)
         if known is not None:
-            compiled, rest = known
+            _, compiled, rest = known
             compiled[(*grid, 1, 1)](*args, *rest)
             return
         compiled = kernel[grid](*args, **constants)
         if compiled is not None and _runs_compiled():
             names = kernel.arg_names[len(args) :]
-            _compiled[form] = compiled, [constants[name] for name in names]
+            _compiled[form] = kernel, compiled, [constants[name] for name in names]
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-"""Compiled kernels and their constants in order, by all that their code depends on."""
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]] = {}
+"""Kernels, their compiled form and their constants in order, by all that the code depends on.
+
+A kernel is held, because its id may belong to another one when it is gone."""
 
 
 def _kind(x: Any) -> Any:
@@ -191,9 +229,10 @@ def _runs_compiled() -> bool:
 
 
 def on_device(x: Tensor) -> bool:
-    """True if Triton kernels support ``x``: on an Ampere or newer GPU, not float64."""
+    """True if Triton kernels support ``x``: on an Ampere or newer NVIDIA GPU, not float64."""
     return (
         x.is_cuda
+        and not is_rocm()
         and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and torch.cuda.get_device_capability(x.device) >= AMPERE
     )

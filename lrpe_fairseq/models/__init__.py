@@ -16,6 +16,8 @@ from lrpe_fairseq.models import (  # noqa: E402, F401  (register the archs)
 )
 from lrpe_fairseq.models.options import explain_bad_options  # noqa: E402
 from lrpe_fairseq.models.overrides import apply_flat_overrides  # noqa: E402
+from lrpe_fairseq.models.pruning import record_built_options  # noqa: E402
 
 explain_bad_options()
 apply_flat_overrides()
+record_built_options()

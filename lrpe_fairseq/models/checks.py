@@ -5,16 +5,26 @@ raise ChoiceError with one sentence.
 """
 
 import logging
+from enum import Enum
 from functools import cache
+from numbers import Real
 from typing import Any
 
 from omegaconf import OmegaConf
 from torch import nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import Encoding, options_of_encodings
+from lrpe_fairseq.encodings import (
+    LONGEST,
+    Encoding,
+    check_number,
+    options_of_encodings,
+    options_read_by,
+)
+from lrpe_fairseq.encodings.core.options import flag_of
 from lrpe_fairseq.errors import ChoiceError, refuse
-from lrpe_fairseq.patterns import over_layers, values
+from lrpe_fairseq.models.pruning import as_built, is_ours
+from lrpe_fairseq.patterns import OPTIONS, canonical, over_layers, values
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +39,9 @@ def check_language_model(options: Any) -> None:
     check_xformers(options.decoder_xformers_att_config)
     widths = (options.decoder_embed_dim, options.decoder_ffn_embed_dim)
     check_quantization_blocks(options.quant_noise_pq, options.quant_noise_pq_block_size, *widths)
-    check_sizes({"--decoder-layers": options.decoder_layers})
+    dims = ("embed_dim", "input_dim", "output_dim", "ffn_embed_dim", "attention_heads")
+    check_sizes(options, "decoder_layers", *(f"decoder_{name}" for name in dims))
+    check_sizes(options, "max_target_positions")
     check_probabilities(options)
 
 
@@ -43,9 +55,12 @@ def check_translation(cfg: Any, task: Any) -> None:
     check_cross_attention(cfg, task)
     check_tree_embedding(cfg, task)
     check_shared_output(cfg, cfg.decoder.embed_dim, cfg.decoder.output_dim)
-    check_sizes({f"--{n}-layers": getattr(cfg, n).layers for n in ("encoder", "decoder")})
+    check_sizes(cfg, "max_source_positions", "max_target_positions")
     check_probabilities(cfg)
-    for side in (cfg.encoder, cfg.decoder):
+    for name, side in (("encoder", cfg.encoder), ("decoder", cfg.decoder)):
+        sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
+        check_sizes(side, *sizes, section=name)
+        check_probabilities(side, section=name)
         check_xformers(side.xformers_att_config)
         widths = (side.embed_dim, side.ffn_embed_dim)
         check_quantization_blocks(cfg.quant_noise.pq, cfg.quant_noise.pq_block_size, *widths)
@@ -83,20 +98,35 @@ def check_node_positions(model: nn.Module, task: Any) -> None:
             )
 
 
+STOCK = {
+    "attention_type": "softmax",
+    "position_encoding": "none",
+    "attention_window": "0",
+    "attention_parts": "none",
+}
+"""The options of cross-attention that is fairseq's own."""
+
+
 def is_stock_cross(options: Any, layer: int) -> bool:
     """True if the options of cross-attention ask for fairseq's own. None stands for defaults."""
-    names = ("attention_type", "position_encoding", "attention_window")
     if options is None:
         return True
-    found = [over_layers(getattr(options, name, "0"), layer + 1)[layer] for name in names]
-    parts = getattr(options, "attention_parts", "none")
-    return found == ["softmax", "none", "0"] and parts == "none"
+    given = {name: getattr(options, name, usual) for name, usual in STOCK.items()}
+    parts = given.pop("attention_parts")
+    found = {name: over_layers(value, layer + 1)[layer] for name, value in given.items()}
+    return {**found, "attention_parts": parts} == STOCK
+
+
+def has_stock_cross(cfg: Any) -> bool:
+    """True if cross-attention is fairseq's own in every layer of ``lrpe_transformer``."""
+    options = getattr(cfg, "cross", None)
+    return all(is_stock_cross(options, layer) for layer in range(cfg.decoder.layers))
 
 
 def check_cross_attention(cfg: Any, task: Any) -> None:
     """Refuse options of a cross-attention that does not exist, or that has no weights to train."""
     options, layers = getattr(cfg, "cross", None), cfg.decoder.layers
-    if all(is_stock_cross(options, layer) for layer in range(layers)):
+    if has_stock_cross(cfg):
         return
     if cfg.no_cross_attention:
         raise ChoiceError(
@@ -138,21 +168,36 @@ def check_shared_output(options: Any, input_dim: int, output_dim: int) -> None:
         )
 
 
-def check_sizes(sizes: dict[str, int]) -> None:
-    """Check that sizes, by the names of their options, are at least 1."""
-    for option, size in sizes.items():
-        if int(size) < 1:
-            raise ChoiceError(f"{option} must be at least 1, not {size}")
+def check_sizes(options: Any, *names: str, section: str = "") -> None:
+    """Check that sizes are at least 1 and at most LONGEST; one that is not set is not checked.
+
+    section: the part of the model, for the names of the options.
+    """
+    for name in names:
+        size = getattr(options, name, None)
+        if size is not None:
+            check_number(_flag(section, name), int(size), least=1, most=LONGEST)
 
 
-def check_probabilities(options: Any) -> None:
-    """A probability of dropout is at least 0 and less than 1."""
-    of_dropout = (f"{part}dropout" for part in ("", "attention_", "activation_", "pooler_"))
-    for name in (*of_dropout, "drop_path"):
+PROBABILITIES = (
+    *("dropout", "attention_dropout", "activation_dropout", "pooler_dropout", "drop_path"),
+    *("layerdrop", "encoder_layerdrop", "decoder_layerdrop"),
+)
+"""Options that are probabilities of dropping something, at least 0 and less than 1."""
+
+
+def check_probabilities(options: Any, section: str = "") -> None:
+    """A probability of dropping something is at least 0 and less than 1."""
+    for name in PROBABILITIES:
         value = float(getattr(options, name, 0) or 0)
         if not 0 <= value < 1:
-            option = name.replace("_", "-")
-            raise ChoiceError(f"--{option} must be at least 0 and less than 1, not {value:g}")
+            raise ChoiceError(
+                f"{_flag(section, name)} must be at least 0 and less than 1, not {value:g}"
+            )
+
+
+def _flag(section: str, name: str) -> str:
+    return flag_of(f"{section}_{name}".removeprefix("_"))
 
 
 def check_xformers(config: str | None) -> None:
@@ -163,6 +208,8 @@ def check_xformers(config: str | None) -> None:
 
 def check_quantization_blocks(probability: float, block: int, *widths: int) -> None:
     """Check that the blocks of columns of quantization noise divide the widths."""
+    check_number("--quant-noise-pq", probability, Real, least=0, most=1)
+    check_number("--quant-noise-pq-block-size", block, least=1, most=LONGEST)
     if probability and any(width % block for width in widths):
         raise ChoiceError(
             f"--quant-noise-pq-block-size {block} must divide the widths of the layers, "
@@ -215,6 +262,52 @@ def warn_about_other_attention(model: Any, overrides: dict[str, Any]) -> None:
             logger.warning("the model was trained with %s=%s, not %s", name, trained, given)
 
 
+def warn_about_yarn(path: str, cfg: Any, overrides: dict[str, Any] | None) -> None:
+    """Warn if a checkpoint was saved with context scaling "yarn", whose meaning has changed.
+
+    cfg: its configuration, with ``overrides`` (by flat name) applied. An option that they set says
+    nothing about the checkpoint.
+    """
+    for name, saved in _attention(cfg.get("model") or {}).items():
+        overridden = overrides is not None and name.replace(".", "_") in overrides
+        if name.endswith("context_scaling") and saved == RENAMED[0] and not overridden:
+            logger.warning(
+                "%s has %s=yarn, which is the ramp of the authors' code now and was the formula as "
+                "printed: if it was trained with the latter, load it with %s=yarn-printed",
+                *(path, name, name),
+            )
+
+
+RENAMED = "yarn", "yarn-printed"
+"""A context scaling of older checkpoints, and its present name."""
+
+
+def warn_about_unread(options: Any) -> None:
+    """Warn once about options of methods that no layer of a stack has."""
+    for name, value in unread_options(options).items():
+        _warn_once(
+            f"{name}={value} is ignored: no layer has a position encoding that reads it, only "
+            f"{options.position_encoding}"
+        )
+
+
+def unread_options(options: Any) -> dict[str, Any]:
+    """Return the options of encodings that differ from their defaults and that no layer reads.
+
+    options: those of attention in one stack. Raises: ChoiceError for an unknown encoding.
+    """
+    read = frozenset().union(*map(options_read_by, values(options.position_encoding)))
+    known = options_of_encodings().items()
+    given = {name: getattr(options, name, own.default) for name, own in known if name not in read}
+    defaults = {name: own.default for name, own in known}
+    return {name: value for name, value in given.items() if _plain(value) != defaults[name]}
+
+
+def _plain(value: Any) -> Any:
+    """Return the text of a choice, and any other value as it is."""
+    return str(value) if isinstance(value, Enum) else value
+
+
 _warn_once = cache(logger.warning)
 
 
@@ -225,23 +318,86 @@ OF_ATTENTION = (
 """Parts of the names of options that choose a model's attention, beside those of encodings."""
 
 
+WITHOUT_WEIGHTS = ("memory_length", "document_boundary")
+"""Options of attention that no weight depends on."""
+
+
 def check_resumed(path: str, before: Any, now: Any) -> None:
     """Refuse to resume a training with another encoding, attention, memory, document boundary,
-    size of images or number of learned positions.
+    size of images or number of learned positions. Options that nothing reads may differ.
 
     before, now: the configurations of the checkpoint and of this training.
     """
     trained, wanted = (
-        _attention(cfg["model"]) | _image_size(cfg.get("task")) | _learned_positions(cfg)
-        for cfg in (before, now)
+        attention | _image_size(cfg.get("task")) | _learned_positions(cfg)
+        for attention, cfg in zip(_attentions(before, now), (before, now), strict=True)
     )
-    other = [n for n in trained.keys() & wanted.keys() if trained[n] != wanted[n]]
-    if other:
-        had, has = (", ".join(f"{n}={x[n]}" for n in sorted(other)) for x in (trained, wanted))
+    had, has = _differences(trained, wanted)
+    if had:
         refuse(
             f"{path} was trained with {had}; this training has {has}: choose another --save-dir, "
             "or if the weights fit, start from them with --finetune-from-model"
         )
+
+
+def _read(found: dict[str, str]) -> dict[str, str]:
+    """Return the options of :func:`_attention` that a part of the model reads."""
+    own, kept = options_of_encodings(), {}
+    stock = {**STOCK, **{n: found[f"cross.{n}"] for n in STOCK if f"cross.{n}" in found}} == STOCK
+    for name, value in found.items():
+        section, _, last = name.rpartition(".")
+        names = values(found.get(f"{section}.position_encoding".removeprefix("."), "none"))
+        unread = last in own and all(last not in options_read_by(name) for name in names)
+        if not unread and not (stock and section == "cross" and last not in STOCK):
+            kept[name] = value
+    return kept
+
+
+def check_started(path: str, before: Any, now: Any) -> None:
+    """Refuse to start a training from weights of another encoding or attention, unless it says so.
+
+    ``--finetune-from-model`` says so, and gets a warning. ``--restore-file`` with
+    ``--reset-optimizer`` does not. Memory and document boundary may be others, because no weight
+    depends on them. before, now: as in :func:`check_resumed`.
+    """
+    trained, wanted = (
+        {name: value for name, value in found.items() if name not in WITHOUT_WEIGHTS}
+        for found in _attentions(before, now)
+    )
+    had, has = _differences(trained, wanted)
+    if not had:
+        return
+    said = f"{path} was trained with {had}; this training has {has}"
+    if path == now["checkpoint"]["finetune_from_model"]:
+        logger.warning("%s", said)
+        return
+    refuse(
+        f"{said}: train with the options of the checkpoint, or if the weights fit, start from them "
+        "with --finetune-from-model instead of --restore-file"
+    )
+
+
+def _attentions(before: Any, now: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the options of attention of two configurations, those of the layers that were built.
+
+    They are empty if one of the two is not of a model of this package.
+    """
+    models = _as_dict(before["model"] or {}), _as_dict(now["model"] or {})
+    if not all(map(is_ours, models)):
+        return {}, {}
+    trained, wanted = (_read(_attention(model)) for model in as_built(*models))
+    return trained, wanted
+
+
+def _differences(trained: dict[str, str], wanted: dict[str, str]) -> tuple[str, str]:
+    """Return the options that both have with different values, as text; empty if there are none."""
+    other = sorted(
+        name
+        for name in trained.keys() & wanted.keys()
+        if trained[name] != wanted[name] and (trained[name], wanted[name]) != RENAMED
+    )
+    had, has = (", ".join(f"{n}={x[n]}" for n in other) for x in (trained, wanted))
+    return had, has
 
 
 def check_unfinished(path: str, state: dict[str, Any], now: Any) -> None:
@@ -296,4 +452,6 @@ def _attention(options: Any, section: str = "") -> dict[str, str]:
             found |= _attention(value, f"{section}{name}.")
         elif name in own or (any(x in name for x in OF_ATTENTION) and "dropout" not in name):
             found[section + name] = str(value)
+            if name in OPTIONS:
+                found[section + name] = canonical(value)
     return found

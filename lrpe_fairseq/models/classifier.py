@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lrpe_fairseq.encodings.options import option
-from lrpe_fairseq.encodings.parameters import Float32Module
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.options import option
+from lrpe_fairseq.encodings.core.parameters import Float32Module
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
 from lrpe_fairseq.models.layers import Encoder, EncoderLayer, stored
@@ -33,6 +33,7 @@ from lrpe_fairseq.models.options import (
     refuse_unrelated_processes,
 )
 from lrpe_fairseq.models.patches import (
+    OF_PIXELS,
     Patches,
     build_patches,
     check_patches,
@@ -62,8 +63,10 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
         "tokens: an embedding per symbol; pixels: symbols are numbers from 0 to 255; image: color "
         "images of the task lrpe_images",
     )
-    pixel_mean: float = option(0.5, "subtracted from pixels, which are from 0 to 1 here")
-    pixel_std: float = option(0.5, "pixels are divided by this number")
+    pixel_mean: float = option(
+        OF_PIXELS["pixel_mean"], "subtracted from pixels, which are from 0 to 1 here"
+    )
+    pixel_std: float = option(OF_PIXELS["pixel_std"], "pixels are divided by this number")
     patch: int = option(
         1, "p x p pixels are one token; an image then has p times --grid-width columns"
     )
@@ -269,8 +272,8 @@ def check_classifier(options: Any, task: Any) -> None:
     """Raise ChoiceError for options that contradict each other or the data of the task."""
     if not hasattr(task, "num_classes"):
         raise ChoiceError("lrpe_classifier needs the task lrpe_classification or lrpe_images")
-    sizes = {"--encoder-layers": options.encoder_layers, "--patch": options.patch}
-    check_sizes({**sizes, "--channels": options.channels})
+    sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
+    check_sizes(options, *(f"encoder_{name}" for name in sizes), "patch", "channels")
     check_probabilities(options)
     if options.norm == "batch" and options.checkpoint_activations:
         raise ChoiceError(

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.attention.tokens import restarted
-from lrpe_fairseq.encodings.options import option
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.options import LONGEST, check_number, option
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.checks import check_language_model
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer
@@ -28,10 +28,10 @@ from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
-    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
+from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
 from lrpe_fairseq.patterns import over_layers
 
@@ -153,7 +153,7 @@ class LRPELanguageModelTinyConfig(LRPELanguageModelConfig):
 
 
 @register_model("lrpe_lm", dataclass=LRPELanguageModelConfig)
-class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
+class LRPELanguageModel(BooleanFlags, Prunable, TransformerLanguageModel):
     """Decoder-only language model: ``--arch lrpe_lm``."""
 
     @classmethod
@@ -171,9 +171,9 @@ class LRPELanguageModel(BooleanFlags, TransformerLanguageModel):
             check_language_model(args)
             keep_patterns(args, args.decoder_layers, args.decoder_layers_to_keep)
         layers, args.decoder_layers = args.decoder_layers, 0
-        shell = super().build_model(args, task).decoder
-        args.decoder_layers = args.decoder_layers or layers
         with one_sentence_errors():
+            shell = super().build_model(args, task).decoder
+            args.decoder_layers = args.decoder_layers or layers
             decoder = SegmentDecoder(args, shell.dictionary, shell.embed_tokens)
             share_across_layers(decoder)
         return cls(decoder)
@@ -211,8 +211,7 @@ def _embed_restarted(
 def check_memory(options: Any) -> None:
     """Raise ChoiceError if the options of a model do not allow a memory of earlier segments."""
     length = options.memory_length
-    if length < 0:
-        raise ChoiceError(f"--memory-length {length} is negative")
+    check_number("--memory-length", length, least=0, most=LONGEST)
     if not length:
         return
     if "linear" in over_layers(options.attention_type, options.decoder_layers):

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import Given
-from lrpe_fairseq.encodings.spe import SPE
+from lrpe_fairseq.encodings.rotations.spe import SPE
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import is_stock_cross
-from lrpe_fairseq.models.options import build_attention, build_cross_attention, log_patterns
+from lrpe_fairseq.models.options import build_attention, build_cross_attention, check_stack
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 
@@ -88,7 +88,7 @@ class Encoder(TransformerEncoderBase):
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
         self._options, self._layer_count = options, count()
-        log_patterns(options, cfg.encoder.layers)
+        check_stack(options, cfg.encoder.layers, "encoder" if options is cfg.encoder else "")
         super().__init__(cfg, dictionary, embed_tokens)
         begin_stack(self, cfg, cfg.encoder.embed_dim)
 
@@ -126,9 +126,9 @@ class Decoder(TransformerDecoderBase):
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
     ) -> None:
         self._options, self._layer_count = options, count()
-        for own in (options, getattr(cfg, "cross", None)):
-            if own is not None:
-                log_patterns(own, cfg.decoder.layers)
+        check_stack(options, cfg.decoder.layers, "decoder" if options is cfg.decoder else "")
+        if getattr(cfg, "cross", None) is not None:
+            check_stack(cfg.cross, cfg.decoder.layers, "cross")
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
         begin_stack(self, cfg, cfg.decoder.embed_dim)
 

@@ -15,19 +15,24 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.options import option
-from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.models.checks import check_probabilities, check_sizes
+from lrpe_fairseq.encodings.core.options import option
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.layers import tokens_per_sample
+from lrpe_fairseq.models.checks import (
+    check_probabilities,
+    check_quantization_blocks,
+    check_sizes,
+)
 from lrpe_fairseq.models.layers import Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
-    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
 from lrpe_fairseq.models.patches import fit_positions
+from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 
@@ -90,7 +95,7 @@ class MaskedLMEncoder(RobertaEncoder):
 
 
 @register_model("lrpe_roberta", dataclass=LRPERobertaConfig)
-class LRPERobertaModel(BooleanFlags, RobertaModel):
+class LRPERobertaModel(BooleanFlags, Prunable, RobertaModel):
     """Encoder-only masked language model: ``--arch lrpe_roberta``."""
 
     @classmethod
@@ -100,15 +105,27 @@ class LRPERobertaModel(BooleanFlags, RobertaModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "LRPERobertaModel":
-        """Build from a configuration; ``max_positions`` defaults to that of the task, or 512."""
+        """Build from a configuration.
+
+        ``max_positions`` defaults to that of the task, or 512, and a floor of angles reads the
+        ``tokens_per_sample`` of the task.
+        """
         refuse_unrelated_processes()
         if args.max_positions is None:
             args.max_positions = task.max_positions() or 512
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
+        options.tokens_per_sample = tokens_per_sample(getattr(task, "cfg", None))
         with one_sentence_errors():
-            check_sizes({"--encoder-layers": options.encoder_layers})
+            sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
+            check_sizes(options, *(f"encoder_{name}" for name in sizes), "max_positions")
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
+            check_quantization_blocks(
+                options.quant_noise_pq,
+                options.quant_noise_pq_block_size,
+                options.encoder_embed_dim,
+                options.encoder_ffn_embed_dim,
+            )
             return cls(options, MaskedLMEncoder(options, task.source_dictionary))
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:

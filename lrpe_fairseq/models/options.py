@@ -4,10 +4,9 @@ import logging
 import os
 import re
 from argparse import BooleanOptionalAction
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 import fairseq.models
@@ -24,23 +23,19 @@ from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.compat import replace_once
-from lrpe_fairseq.encodings import (
-    DEFAULT,
-    ENCODINGS,
-    FAMILIES,
-    EncodingOptions,
-    has_rotations,
-    options_of_encodings,
-)
-from lrpe_fairseq.encodings.fidelity import DEPARTURES, parse_departures
-from lrpe_fairseq.encodings.options import POSITION_GRIDS, option
-from lrpe_fairseq.encodings.scaling import RotationOptions
+from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, FAMILIES, options_of_encodings
+from lrpe_fairseq.encodings.core.options import POSITION_GRIDS, option
+from lrpe_fairseq.encodings.fidelity import DEPARTURES
+from lrpe_fairseq.encodings.layers import encoding_options
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
     warn_about_ignored,
     warn_about_longer_texts,
+    warn_about_unread,
 )
+from lrpe_fairseq.models.unread import reset_unread
+from lrpe_fairseq.patterns import at_layer
 
 IN_TURN = "; several, separated by commas, are those of the layers in turn"
 
@@ -108,22 +103,6 @@ class AttentionOptions(FairseqDataclass):
     )
 
 
-def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
-    """Return the options of individual encodings of a layer from a model's configuration.
-
-    An option that a checkpoint does not contain yet has its default, and so have those of rotations
-    in a layer without them, if another layer of the pattern has rotations.
-    """
-    defaults = {name: own.default for name, own in options_of_encodings().items()}
-    defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
-    given = {name: getattr(options, name, default) for name, default in defaults.items()}
-    plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
-    names = patterns.values(getattr(options, "position_encoding", DEFAULT))
-    if any(map(has_rotations, names)) and not has_rotations(names[layer % len(names)]):
-        plain |= {own.name: own.default for own in fields(RotationOptions)}
-    return EncodingOptions(parse_departures(options.fidelity), **plain)
-
-
 def build_attention(
     options: Any, cfg: Any, embed_dim: int, num_heads: int, *, causal: bool, layer: int
 ) -> MultiheadAttention:
@@ -174,34 +153,20 @@ def _window(given: str) -> int | None:
     return int(given) or None
 
 
-def at_layer(options: Any, name: str, layer: int) -> str:
-    """Return an option of ``patterns.OPTIONS`` in a layer; an older checkpoint has no window."""
-    return patterns.over_layers(getattr(options, name, "0"), layer + 1)[layer]
+def check_stack(options: Any, layers: int, section: str = "") -> None:
+    """Check the options of attention of a stack, and warn of those that no layer reads.
 
-
-def log_patterns(options: Any, layers: int) -> None:
-    """Say in the log which layers have which values, if a pattern does not divide the stack."""
+    The log says which layers have which values, if a pattern does not divide the stack.
+    section: "encoder", "decoder" or "cross", of ``lrpe_transformer``.
+    Raises: ChoiceError for a pattern with more values than layers.
+    """
     for name in patterns.OPTIONS:
         pattern = str(getattr(options, name, "0"))
+        patterns.check_length(f"{section}_{name}".removeprefix("_"), pattern, layers)
         if layers % len(patterns.values(pattern)):
             option, found = name.replace("_", "-"), patterns.over_layers(pattern, layers)
             logger.info("%s %s of %d layers: %s", option, pattern, layers, ", ".join(found))
-
-
-def keep_patterns(options: Any, layers: int, kept: Sequence[int] | str | None) -> None:
-    """Write the patterns of the layers ``kept`` of a stack, in full, into its options.
-
-    kept: indices, as a sequence or separated by commas. If there are at least ``layers`` of them,
-    the stack was pruned before, and nothing changes.
-    """
-    kept = kept.split(",") if isinstance(kept, str) else kept
-    if not kept or len(kept) >= layers:
-        return
-    for name in patterns.OPTIONS:
-        pattern = getattr(options, name, "0")
-        if len(patterns.values(pattern)) > 1:
-            every = patterns.over_layers(pattern, layers)
-            setattr(options, name, ",".join(every[int(layer)] for layer in kept))
+    warn_about_unread(options)
 
 
 class BooleanFlags:
@@ -254,14 +219,22 @@ def explain_bad_options() -> None:
         replace_once(module, "merge_with_parent", _merge_or_explain)
 
 
-def _merge_or_explain(merge: Callable, config: Any, given: Any, *rest: Any, **keywords: Any) -> Any:
+def _merge_or_explain(
+    merge: Callable, config: Any, given: Any, from_checkpoint: bool = False, **keywords: Any
+) -> Any:
+    from_checkpoint = keywords.pop("remove_missing", from_checkpoint)  # fairseq's name of it
+    cls = config if isinstance(config, type) else type(config)
+    ours = cls.__module__.partition(".")[0] == __package__.partition(".")[0]
     try:
-        return merge(config, given, *rest, **keywords)
+        merged = merge(config, given, from_checkpoint, **keywords)
     except OmegaConfBaseException as error:
-        cls = config if isinstance(config, type) else type(config)
-        if cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
+        if not ours:
             raise
         refuse(_explanation(cls, error))
+    if ours and from_checkpoint:
+        with one_sentence_errors():
+            reset_unread(merged, {own.name: own.default for own in fields(AttentionOptions)})
+    return merged
 
 
 def _explanation(cls: type, error: OmegaConfBaseException) -> str:

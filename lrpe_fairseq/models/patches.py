@@ -4,6 +4,7 @@ Axes: B batch, T tokens, C width, N numbers per token.
 """
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_fairseq.encodings.core.options import check_number, flag_of
+from lrpe_fairseq.encodings.rotations.lie import BlockRotation
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.image_files import rows_and_columns
 
 BLACK = 4
 """The id of the symbol ``0``: ids 0 to 3 are fairseq's special symbols."""
 COLORS = 3
+OF_PIXELS = {"pixel_mean": 0.5, "pixel_std": 0.5}
+"""Options of ``--input pixels`` that other inputs do not read, with their defaults."""
 STD = 0.02
 """Of learned absolute positions."""
 
@@ -146,6 +151,7 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
             state[positions] = _first(state[positions], own)
         return
     own, name = embedder.grid, f"{prefix}embed_tokens.grid"
+    _fit_rotations(encoder, state, prefix)
     if (table := state.get(positions)) is not None:
         first = encoder.embed_positions.padding_idx + 1
         side = math.isqrt(len(table) - first)
@@ -156,6 +162,23 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
             rows = fitted.flatten(1).T.to(table.dtype)
             state[positions] = torch.cat([table[:first], rows])
     state[name] = own
+
+
+def _fit_rotations(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+    """Note the grid of the training for rotations by fractions of it, if ``state`` is too old to.
+
+    It is that of the images, or square if the state is too old for this, too.
+    """
+    trained = state.get(f"{prefix}embed_tokens.grid")
+    table = state.get(f"{prefix}embed_positions.weight")
+    if trained is None and table is not None:
+        side = math.isqrt(len(table) - encoder.embed_positions.padding_idx - 1)
+        trained = encoder.embed_tokens.grid.new_tensor([side, side])
+    if trained is None:
+        return
+    for name, module in encoder.named_modules():
+        if isinstance(module, BlockRotation) and module.axes == 2:
+            state.setdefault(f"{prefix}{name}.grid", trained)
 
 
 def _first(table: Tensor, own: nn.Embedding) -> Tensor:
@@ -198,7 +221,11 @@ def check_patches(options: Any, task: Any) -> None:
         raise ChoiceError("--input image and the task lrpe_images need each other")
     if kind == "pixels":
         _check_pixels(options, task.source_dictionary)
-    elif kind == "tokens" and options.patch != 1:
+        return
+    for name, usual in OF_PIXELS.items():
+        if getattr(options, name) != usual:
+            raise ChoiceError(f"{flag_of(name)} is an option of --input pixels: leave it out")
+    if kind == "tokens" and options.patch != 1:
         raise ChoiceError("--patch is an option of --input pixels")
     elif options.channels != 1:
         raise ChoiceError("--channels is an option of --input pixels")
@@ -208,8 +235,8 @@ def _check_pixels(options: Any, dictionary: Any) -> None:
     """Check that symbol v of the dictionary is the number v, and the options of pixels."""
     if options.patch > 1 and not options.grid_width:
         raise ChoiceError("--patch needs --grid-width, the number of patches in a row")
-    if not options.pixel_std > 0:
-        raise ChoiceError(f"--pixel-std must be positive, not {options.pixel_std:g}")
+    check_number("--pixel-mean", options.pixel_mean, Real)
+    check_number("--pixel-std", options.pixel_std, Real, above=0)
     if dictionary.symbols[BLACK:] != [str(value) for value in range(256)]:
         raise ChoiceError(
             "--input pixels needs a dictionary of the symbols 0 to 255 in this order: prepare the "

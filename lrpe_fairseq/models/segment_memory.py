@@ -51,6 +51,7 @@ class SegmentMemory:
     def __init__(self, length: int, layers: int) -> None:
         self.length, self.layers = length, layers
         self._pasts: dict[bool, dict[int, Past]] = {True: {}, False: {}}
+        self._loaded: dict[int, Past] = {}  # from a checkpoint: of all processes
 
     def recall(self, segment: Segment, training: bool, like: Tensor) -> Past:
         """Return the past of ``segment``'s streams, with dtype and device of ``like`` (..., C).
@@ -58,7 +59,10 @@ class SegmentMemory:
         It is empty at the start of the streams and, with a warning, if the text stored last does
         not precede the segment.
         """
-        blocks, kept = segment["blocks"], self._pasts[training].get(segment["stream"])
+        blocks, stream = segment["blocks"], segment["stream"]
+        kept = self._pasts[training].get(stream)
+        if kept is None and training:
+            kept = self._loaded.get(stream)
         rows = len(blocks)
         if kept is not None and kept.blocks[:rows] == blocks and not segment["first"]:
             documents = None if kept.documents is None else kept.documents[:rows].to(like.device)
@@ -83,15 +87,19 @@ class SegmentMemory:
         self._pasts[training][segment["stream"]] = kept
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Return the memory of training on the CPU, in types that torch's safe loading accepts."""
+        """Return the memory of training on the CPU, in types that torch's safe loading accepts.
+
+        It has the streams that this process has read since :meth:`load`.
+        """
         return {
             stream: {"blocks": blocks, "inputs": x.cpu(), "documents": d if d is None else d.cpu()}
             for stream, (blocks, x, d) in self._pasts[True].items()
         }
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """Restore the memory of training from :meth:`state`."""
-        self._pasts[True] = {stream: Past(**past) for stream, past in state.items()}
+        """Restore the memory of training from :meth:`state`, or from those of all processes."""
+        self._pasts[True] = {}
+        self._loaded = {stream: Past(**past) for stream, past in state.items()}
 
 
 def memories(segment: Segment, past: Past) -> list[Memory]:

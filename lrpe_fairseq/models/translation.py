@@ -12,23 +12,27 @@ from typing import Any
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecBaseConfig
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from lrpe_fairseq.encodings.core.options import flag_of, option
+from lrpe_fairseq.encodings.core.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
-from lrpe_fairseq.encodings.options import option
-from lrpe_fairseq.encodings.sharing import share_across_layers, share_across_stacks
-from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.models.checks import check_node_positions, check_translation
+from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.models.checks import (
+    STOCK,
+    check_node_positions,
+    check_translation,
+    has_stock_cross,
+)
 from lrpe_fairseq.models.layers import Decoder, Encoder
 from lrpe_fairseq.models.options import (
     AttentionOptions,
     BooleanFlags,
     defaults,
-    keep_patterns,
     one_sentence_errors,
     refuse_unrelated_processes,
 )
+from lrpe_fairseq.models.pruning import Prunable, prune_stack
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 from lrpe_fairseq.patterns import over_layers
 
@@ -112,7 +116,7 @@ class LRPETransformerTinyConfig(LRPETransformerConfig):
 
 
 @register_model("lrpe_transformer", dataclass=LRPETransformerConfig)
-class LRPETransformer(BooleanFlags, TransformerModelBase):
+class LRPETransformer(BooleanFlags, Prunable, TransformerModelBase):
     """Encoder-decoder model: ``--arch lrpe_transformer``."""
 
     @classmethod
@@ -122,6 +126,7 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
         cfg = getattr(cls, "__dataclass").from_namespace(cfg)
         with one_sentence_errors():
             keep_layers(cfg)
+            check_cross_options(cfg)
             check_translation(cfg, task)
             model = super().build_model(cfg, task)
             check_node_positions(model, task)
@@ -181,29 +186,25 @@ class LRPETransformer(BooleanFlags, TransformerModelBase):
             )
         super().prepare_for_inference_(cfg)
 
-    def load_state_dict(
-        self, state_dict: dict, strict: bool = True, model_cfg: Any = None, args: Any = None
-    ) -> Any:
-        """Load a state dict as fairseq does, and prune its layers to those of ``model_cfg``.
-
-        fairseq's pruning reads flat option names only, and drops layers that are not listed. A
-        checkpoint with no more layers than the model was already pruned in training.
-        """
-        if model_cfg is not None:
-            kept: dict[str, str | None] = {}
-            for side in ("encoder", "decoder"):
-                listed = getattr(getattr(model_cfg, side, None), "layers_to_keep", None)
-                layers = count_layers(state_dict, side)
-                if layers <= len(getattr(self, side).layers):
-                    listed = range(layers)
-                kept[f"{side}_layers_to_keep"] = ",".join(map(str, listed)) if listed else None
-            model_cfg = DictConfig({"_name": "lrpe_transformer", **kept})
-        return super().load_state_dict(state_dict, strict, model_cfg, args)
-
 
 @register_model("lrpe_transformer_tiny", dataclass=LRPETransformerTinyConfig)
 class LRPETransformerTiny(LRPETransformer):
     """The tiny preset: ``--arch lrpe_transformer_tiny`` or ``_name: lrpe_transformer_tiny``."""
+
+
+def check_cross_options(cfg: Any) -> None:
+    """Refuse options of cross-attention if it is fairseq's own, which reads none of them."""
+    options = getattr(cfg, "cross", None)
+    if options is None or not has_stock_cross(cfg):
+        return
+    for own in fields(CrossOptions):
+        value = getattr(options, own.name, own.default)
+        if own.name not in STOCK and str(value) != str(own.default):
+            raise ChoiceError(
+                f"{flag_of('cross_' + own.name)} {value} would be ignored by fairseq's own "
+                "cross-attention: leave it out, or choose --cross-position-encoding or "
+                "--cross-attention-type"
+            )
 
 
 def share_tree_embedding(model: TransformerModelBase) -> None:
@@ -218,9 +219,7 @@ def keep_layers(cfg: Any) -> None:
     cross = getattr(cfg, "cross", None)
     for side, stacks in ((cfg.encoder, [cfg.encoder]), (cfg.decoder, [cfg.decoder, cross])):
         if side.layers_to_keep:
-            for stack in filter(None, stacks):
-                keep_patterns(stack, side.layers, side.layers_to_keep)
-            side.layers, side.layers_to_keep = len(side.layers_to_keep), None
+            prune_stack(side, "", stacks)
 
 
 def widen_embeddings(cfg: Any, model: nn.Module) -> None:
@@ -235,8 +234,3 @@ def widen_embeddings(cfg: Any, model: nn.Module) -> None:
             found[id(stack.embed_tokens.weight)] = stack.embed_tokens.weight
     for weight in found.values():
         weight.data.mul_(weight.shape[1] ** 0.5)
-
-
-def count_layers(state_dict: dict, side: str) -> int:
-    """Count the layers of the encoder or the decoder in a state dict."""
-    return len({n.split(".")[2] for n in state_dict if n.startswith(f"{side}.layers.")})

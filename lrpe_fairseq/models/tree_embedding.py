@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention.tokens import Given
-from lrpe_fairseq.encodings import domains
+from lrpe_fairseq.encodings.trees import nodes
 from lrpe_fairseq.errors import ChoiceError
 
 BRANCHES = 2
@@ -59,7 +59,7 @@ def paths(codes: Tensor) -> Tensor:
     """
     steps = []
     for _ in range(STEPS):
-        branch = F.one_hot(domains.branch(codes, BRANCHES), BRANCHES)
+        branch = F.one_hot(nodes.branch(codes, BRANCHES), BRANCHES)
         steps.append(branch * (codes > 0).unsqueeze(-1))
-        codes = domains.parent(codes, BRANCHES)
+        codes = nodes.parent(codes, BRANCHES)
     return torch.stack(steps, dim=-2)

@@ -20,7 +20,7 @@ from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.datasets import EpochDataset
 from lrpe_fairseq.tasks.missing_data import single_folder

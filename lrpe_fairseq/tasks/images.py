@@ -29,7 +29,7 @@ from omegaconf import II
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.image_files import read_image, rows_and_columns
 from lrpe_fairseq.models.options import one_sentence_errors

@@ -20,7 +20,7 @@ from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor, nn
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.tasks.datasets import SizedDataset
 from lrpe_fairseq.tasks.missing_data import single_folder
@@ -77,7 +77,17 @@ class LRPESyntheticTask(FairseqTask):
         return self.dictionary
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model as fairseq does."""
+        """Build the model as fairseq does.
+
+        Raises: Refusal for a floor of angles without ``--context-length``, because the splits have
+            sequences longer than those of training.
+        """
+        floor = str(getattr(cfg, "angle_floor", "none"))
+        if floor != "none" and not cfg.context_length:
+            refuse(
+                f"--angle-floor {floor} needs --context-length, the tokens of the longest sequence "
+                "in training"
+            )
         model = super().build_model(cfg, from_checkpoint)
         if not isinstance(model, FairseqLanguageModel):
             refuse(f"{NAME} supports language models only: choose lrpe_lm or a preset of it")

@@ -18,7 +18,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from torch import Tensor
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.translation import LRPETransformer

@@ -21,7 +21,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 from torch import Tensor
 
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.errors import ChoiceError, refuse
 from lrpe_fairseq.models.language_model import LRPELanguageModel
 from lrpe_fairseq.models.options import one_sentence_errors
@@ -96,8 +96,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     An update reads one segment of every stream. B is therefore the rows of a batch (--batch-size,
     or --max-tokens divided by the segment length) x --update-freq x processes; in evaluation, rows
     x processes. Batches are not shuffled, and every token is predicted exactly once per epoch. The
-    checkpoint contains the memory of training, so a resumed training is exact. With several
-    processes it contains the memory of the first one only.
+    checkpoint contains the memory of training, of all processes, so a resumed training is exact.
 
     Raises: Refusal for options that cannot be combined.
     """
@@ -115,6 +114,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         super().__init__(*rest, **keywords)
         self._model: LRPELanguageModel | None = None
         self._document_starts: dict[MonolingualDataset, np.ndarray] = {}
+        self._gathered: dict[int, Any] | None = None
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
         """Build the model as fairseq does.
@@ -135,7 +135,19 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """Return the task's part of a checkpoint. fairseq looks it up by the name of the class."""
-        return {type(self).__name__: self._model.decoder.memory.state()}
+        gathered, self._gathered = self._gathered, None
+        state = self._model.decoder.memory.state() if gathered is None else gathered
+        return {type(self).__name__: state}
+
+    def before_checkpoint(self, trainer: Any) -> None:
+        """Collect the memory of all processes. Each of them calls it before a checkpoint is saved,
+        but only the first one saves (``compat.save_the_state_of_every_process``)."""
+        if trainer.data_parallel_world_size == 1:
+            return
+        states = [None] * trainer.data_parallel_world_size
+        group = trainer.data_parallel_process_group
+        torch.distributed.all_gather_object(states, self._model.decoder.memory.state(), group=group)
+        self._gathered = {stream: past for state in states for stream, past in state.items()}
 
     def set_checkpoint_dict(self, state: dict[int, Any]) -> None:
         """Called by fairseq before training resumes."""

@@ -6,8 +6,8 @@ import torch
 from lrpe_fairseq.attention import softmax, tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, ScoreEncoding, build_encoding
-from lrpe_fairseq.encodings.positions import counted
-from lrpe_fairseq.kernels import flash
+from lrpe_fairseq.encodings.core.positions import counted
+from lrpe_fairseq.kernels.flash import flash
 from tests.encodings.lags import assert_same_with_gradients, queries_and_keys
 
 BATCH, HEADS, TIME, WIDTH = 3, 4, 50, 64

@@ -14,11 +14,11 @@ from lrpe_fairseq.encodings import (
     EncodingOptions,
     ScoreEncoding,
     build_encoding,
-    domains,
     encoding_class,
     is_causal_only,
 )
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.trees import nodes
 from lrpe_fairseq.errors import ChoiceError
 from tests.references import score_matrix
 
@@ -145,8 +145,8 @@ def test_only_left_translation_of_both_trees_changes_nothing(attention_type):
         return module.attend(x, memory, **places)[0]
 
     here, below = out(lambda p: p), torch.tensor(500)
-    torch.testing.assert_close(out(lambda p: domains.concat(below, p, 2)), here)
-    assert (out(lambda p: domains.concat(p, below, 2)) - here).abs().max() > 1e-3
+    torch.testing.assert_close(out(lambda p: nodes.concat(below, p, 2)), here)
+    assert (out(lambda p: nodes.concat(p, below, 2)) - here).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)

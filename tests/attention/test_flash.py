@@ -10,8 +10,8 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
 from tests.end_to_end.cases import sampled
 
-flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash_triton")
-stick_triton = pytest.importorskip("lrpe_fairseq.kernels.stick_triton")
+flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.flash_triton")
+stick_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.stick_triton")
 BATCH, HEADS, TIME, WIDTH = 2, 2, 19, 16
 LEFT = torch.zeros(BATCH, TIME, dtype=torch.bool)
 LEFT[1, :5] = True

@@ -11,8 +11,8 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_window,
 )
 from lrpe_fairseq.attention.tokens import tokens_of
-from lrpe_fairseq.kernels import causal as in_pytorch
-from lrpe_fairseq.kernels import causal_cpu
+from lrpe_fairseq.kernels.linear import causal as in_pytorch
+from lrpe_fairseq.kernels.linear import causal_cpu
 from tests.pairwise import pairwise
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 300)

@@ -1,12 +1,18 @@
-"""A training step of attention does not read a tensor, which would wait for a GPU."""
+"""Attention does not read a tensor, which would wait for a GPU, or says why.
+
+On a CPU reading waits for nothing, and some encodings read there. What runs on a GPU is seen on a
+CPU by telling ``dispatch.reads_are_free`` that no tensor is on a CPU.
+"""
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class, is_causal_only
+from lrpe_fairseq.kernels import dispatch
 from tests.end_to_end.cases import sampled
 
 READS = {
@@ -14,19 +20,12 @@ READS = {
     "aten::_unique2",
     "aten::equal",
     "aten::is_nonzero",
+    "aten::item",
+    "aten::masked_select",
     "aten::nonzero",
 }
-REASONS = {
-    "liere": "torch.linalg.eigh reads whether it has converged",
-    "comrope-ap": "as liere",
-    "comrope-ld": "as liere",
-    "ape": "as liere; and fairseq's optimizers write through .data, which leaves the version of a "
-    "parameter, so its values say whether the eigenbasis of all layers is still right",
-    "ape-tree": "the depth of the nodes is the number of products",
-    "fire": "the learned threshold L says whether a bias depends on the lag alone",
-    "cape-fire": "as fire",
-}
-"""Encodings that read, and why they must."""
+READ_BY_NAME = ("liere", "comrope-ap", "comrope-ld", "ape", "ape-tree")
+"""The encodings that state a reason in ``Encoding.host_reads``."""
 BATCH, HEADS, TIME, WIDTH = 3, 2, 11, 16
 CASES = {
     name: [
@@ -36,42 +35,99 @@ CASES = {
         for causal in (True, False)
         if causal or not is_causal_only(name)
     ]
-    for name in (*ENCODINGS, "gated:lrpe-type2")
+    for name in (*ENCODINGS, "gated:lrpe-type2", "path:rope", "selective:lrpe-type2")
 }
+EVERY = [case for own in CASES.values() for case in own]
+SOME = [own[turn % len(own)] for turn, own in enumerate(CASES.values())]
 
 
-def reads_of_a_step(module, length):
-    """Train with a new mask, in causal self-attention also with new documents, and return what was
-    read in the forward and backward pass."""
-    x = torch.randn(BATCH, length, WIDTH)
-    padding = torch.zeros(BATCH, length, dtype=torch.bool)
-    padding[1, length - 3 :] = padding[2, :2] = True
-    memory = (torch.randn(BATCH, 7, WIDTH),) if isinstance(module, CrossAttention) else ()
-    masks = {"query_padding_mask": padding} if memory else {"key_padding_mask": padding}
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "_is_on_cpu", lambda x: False)
+
+
+def layer(name, attention_type, causal):
+    options = {"attention_type": attention_type, "position_encoding": name, "causal": causal}
+    return MultiheadAttention(WIDTH, HEADS, **options)
+
+
+def inputs(module, device="cpu"):
+    """x, with a new mask, and in causal self-attention also new documents."""
+    x = torch.randn(BATCH, TIME, WIDTH, device=device, requires_grad=True)
+    padding = torch.zeros(BATCH, TIME, dtype=torch.bool)
+    padding[1, TIME - 3 :] = padding[2, :2] = True
+    memory = ()
+    if isinstance(module, CrossAttention):
+        memory = (torch.randn(BATCH, 7, WIDTH, device=device),)
+    masks = {"query_padding_mask" if memory else "key_padding_mask": padding.to(device)}
     if not memory and module.causal:
-        masks["starts"] = torch.zeros(BATCH, length, dtype=torch.bool)
-        masks["starts"][:2, 4] = True
+        starts = torch.zeros(BATCH, TIME, dtype=torch.bool)
+        starts[:2, 4] = True
+        masks["starts"] = starts.to(device)
+    return x, memory, masks
+
+
+def train(module, device="cpu"):
+    x, memory, masks = inputs(module, device)
+    module.attend(x, *memory, **masks)[0].sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def reads_of(work):
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        module.attend(x, *memory, **masks)[0].sum().backward()
+        work()
     return READS & {event.name for event in seen.events()}
 
 
-@pytest.mark.parametrize(
-    ("name", "attention_type", "causal"),
-    sampled(
-        [case for own in CASES.values() for case in own],
-        [own[turn % len(own)] for turn, own in enumerate(CASES.values())],
-    ),
-)
-def test_a_step_with_a_new_mask_reads_nothing_from_the_second_on(name, attention_type, causal):
-    options = {"attention_type": attention_type, "position_encoding": name, "causal": causal}
-    module = MultiheadAttention(WIDTH, HEADS, **options)
-    reads_of_a_step(module, TIME)
-    assert bool(reads_of_a_step(module, TIME)) == (name in REASONS)
+@pytest.mark.parametrize(("name", "attention_type", "causal"), sampled(EVERY, SOME))
+def test_a_training_step_with_a_new_mask_reads_nothing_or_says_why(
+    name, attention_type, causal, as_on_a_gpu
+):
+    module = layer(name, attention_type, causal)
+    train(module)
+    assert bool(reads_of(lambda: train(module))) == bool(module.encoding.host_reads)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "attention_type", "causal"), EVERY)
+def test_inference_reads_nothing_for_any_encoding(name, attention_type, causal, as_on_a_gpu):
+    module = layer(name, attention_type, causal).eval()
+    x, _, masks = inputs(module)
+    module.attend(x, **masks)
+    assert not reads_of(lambda: module.attend(x, **masks))
+
+
+def test_the_encodings_that_read_in_training_are_few_and_state_a_reason():
+    found = {name: build_encoding(name, 8, 2, causal=True).host_reads for name in ENCODINGS}
+    assert tuple(name for name, reason in found.items() if reason) == READ_BY_NAME
 
 
 @pytest.mark.parametrize("name", ["rope", "t5", "lrpe-type2"])
-def test_neither_does_cross_attention(name):
+def test_neither_does_cross_attention(name, as_on_a_gpu):
     module = CrossAttention(WIDTH, HEADS, attention_type="softmax", position_encoding=name)
-    reads_of_a_step(module, TIME)
-    assert not reads_of_a_step(module, TIME)
+    train(module)
+    assert not reads_of(lambda: train(module))
+
+
+class WithoutReads(TorchDispatchMode):
+    """Raises an error where a value is read."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().partition(".")[0]
+        if name in READS:
+            raise RuntimeError(f"{name} reads a value")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "attention_type", "causal"), EVERY)
+def test_no_read_decides_where_values_may_not_be_read(name, attention_type, causal):
+    """In a dispatch mode and on the device meta, forward and backward."""
+    module = layer(name, attention_type, causal)
+    with WithoutReads():
+        train(module)
+    train(module.to("meta"), "meta")
+
+
+def test_the_mode_refuses_a_read():
+    with WithoutReads(), pytest.raises(RuntimeError, match="aten::_local_scalar_dense reads"):
+        torch.ones(1).item()

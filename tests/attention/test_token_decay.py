@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import causal_cpu
+from lrpe_fairseq.kernels.linear import causal_cpu
 
 B, H, D, E = 2, 3, 4, 5
 

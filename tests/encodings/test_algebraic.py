@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
-from lrpe_fairseq.encodings import EncodingOptions, build_encoding, domains
-from lrpe_fairseq.encodings import rotations as rotations_module
-from lrpe_fairseq.encodings.algebraic import bands
-from lrpe_fairseq.encodings.positions import PositionCache
-from lrpe_fairseq.encodings.rotations import definition as power_definition
-from lrpe_fairseq.encodings.rotations import generator_of, turn
-from lrpe_fairseq.encodings.sharing import share_across_layers
-from lrpe_fairseq.encodings.tree_products import definition as step_by_step
-from lrpe_fairseq.encodings.tree_products import tree_turn
+from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.core.positions import PositionCache
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.rotations import generators as rotations_module
+from lrpe_fairseq.encodings.rotations.generators import definition as power_definition
+from lrpe_fairseq.encodings.rotations.generators import generator_of, turn
+from lrpe_fairseq.encodings.trees import nodes
+from lrpe_fairseq.encodings.trees.algebraic import bands
+from lrpe_fairseq.encodings.trees.products import definition as step_by_step
+from lrpe_fairseq.encodings.trees.products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
 from tests.pairwise import pairwise
 from tests.references import score_matrix
@@ -274,7 +275,7 @@ def test_features_that_fill_no_slice_are_unchanged():
     ("components", "options", "message"),
     [
         ("tree2", {"ape_generator": "canonical"}, "have no canonical form"),
-        ("cycle1", {}, "at least 2 positions"),
+        ("cycle1", {}, "cycles 2 to 2,147,483,648 positions"),
         ("tree1000", {}, "1 to 256 branches"),
         ("sequence+sequence+sequence", {"grid_width": 4}, "one row and one column"),
         ("sequence+sequence+sequence+sequence+sequence", {}, "head width of at least 2"),
@@ -327,13 +328,13 @@ def test_shared_heads_of_a_tree_have_one_set_of_operators():
 def test_a_tree_that_is_too_deep_is_refused():
     node = 0
     for _ in range(62):
-        node = domains.child(node, 1, 2)
+        node = nodes.child(node, 1, 2)
     with pytest.raises(ValueError, match=r"too deep: with 2 branches .* down to depth 62"):
-        domains.child(node, 1, 2)
+        nodes.child(node, 1, 2)
     with pytest.raises(ValueError, match="too deep"):
-        domains.concat(torch.tensor(node), torch.tensor([0, 1]), 2)
+        nodes.concat(torch.tensor(node), torch.tensor([0, 1]), 2)
     with pytest.raises(ValueError, match="branches 0 to 1"):
-        domains.child(0, 2, 2)
+        nodes.child(0, 2, 2)
 
 
 def test_domains_agree_with_search_in_the_graph():
@@ -346,10 +347,10 @@ def test_domains_agree_with_search_in_the_graph():
             return [n, *path(up[n])] if n else [0]
 
         for a in range(0, count, 5):
-            found = domains.tree_distance(torch.tensor(a), codes, k).tolist()
+            found = nodes.tree_distance(torch.tensor(a), codes, k).tolist()
             for b in range(count):
                 assert found[b] == len(set(path(a)) ^ set(path(b)))
-            assert domains.depth(codes, k)[a] == len(path(a)) - 1
+            assert nodes.depth(codes, k)[a] == len(path(a)) - 1
 
 
 def random_tree(generator, k, depth):
@@ -365,18 +366,18 @@ def test_codes_from_arities_are_those_of_a_recursive_enumeration(order):
         tree = random_tree(generator, 3, 4)
 
         def walk(node, code):
-            below = (walk(c, domains.child(code, b, 3)) for b, c in enumerate(node))
+            below = (walk(c, nodes.child(code, b, 3)) for b, c in enumerate(node))
             return [(code, node), *itertools.chain(*below)]
 
         pairs = walk(tree, 0)
         if order == "breadth":
             pairs = sorted(pairs, key=lambda pair: pair[0])
         arities = [len(node) for _, node in pairs]
-        codes = domains.codes_from_arities(arities, 3, order)
+        codes = nodes.codes_from_arities(arities, 3, order)
         assert codes == [code for code, _ in pairs]
         half = len(arities) // 2
-        assert domains.codes_from_arities(arities[:half], 3, order) == codes[:half]
-        assert domains.codes_from_arities([*arities, 0], 3, order) == [*codes, 0]
+        assert nodes.codes_from_arities(arities[:half], 3, order) == codes[:half]
+        assert nodes.codes_from_arities([*arities, 0], 3, order) == [*codes, 0]
 
 
 def test_the_locality_factor_counts_steps_in_every_domain():

@@ -1,6 +1,8 @@
 """What encodings remember is never stale, never half-written, and safe between threads."""
 
+import copy
 import os
+import pickle
 import sys
 import threading
 import time
@@ -11,8 +13,9 @@ import torch
 from lrpe_fairseq.attention import tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.encodings.positions import PositionCache
-from lrpe_fairseq.kernels import encode
+from lrpe_fairseq.encodings.core.positions import PositionCache
+from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.encode import encode
 
 SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
 """How long two threads are compared; ten seconds find what two may miss."""
@@ -155,3 +158,84 @@ def test_an_edited_permutation_or_parameter_is_used_at_once(name, frozen, infere
         after, wanted = encoding(q, q, at, at)[0], other(q, q, at, at)[0]
     assert torch.equal(after, wanted)
     assert not torch.equal(after, before)
+
+
+# --- the eigenbasis of learned generators in inference on a GPU, where nothing is read ----------
+
+WITH_EIGENBASIS = ["liere", "comrope-ap", "comrope-ld", "ape", "ape-tree", "ape:cycle5"]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Reading a tensor is not free."""
+    monkeypatch.setattr(dispatch, "_is_on_cpu", lambda x: False)
+
+
+def pair_of(name):
+    """An encoding, and one with other parameters; a function of an encoding's output."""
+    one, other = (build_encoding(name, 8, 2, seed=seed).eval() for seed in (0, 1))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5).add_(0.1 * torch.randn_like(parameter))
+    q, at = torch.rand(1, 2, 6, 8), torch.arange(6)
+    return one, other, lambda encoding: encoding(q, q, at, at)[0]
+
+
+@pytest.mark.parametrize("change", [copy_in_place, "load_state_dict", "replace"])
+@pytest.mark.parametrize("name", WITH_EIGENBASIS)
+def test_other_generators_are_used_at_once_without_a_read(name, change, as_on_a_gpu):
+    one, other, out = pair_of(name)
+    with torch.no_grad():
+        before = out(one)
+        assert torch.equal(out(one), before)
+        if change == "load_state_dict":
+            one.load_state_dict(other.state_dict())
+        for (place, own), new in zip(one.named_parameters(), other.parameters(), strict=True):
+            if change == "replace":
+                holder, _, field = place.rpartition(".")
+                setattr(one.get_submodule(holder), field, torch.nn.Parameter(new.clone()))
+            elif change is copy_in_place:
+                change(own, new)
+        assert torch.equal(out(one), out(other))
+        assert not torch.equal(out(one), before)
+
+
+@pytest.mark.parametrize("name", WITH_EIGENBASIS)
+def test_an_edit_that_cannot_be_seen_gives_nan_and_never_old_values(name, as_on_a_gpu):
+    one, other, out = pair_of(name)
+    with torch.no_grad():
+        out(one)
+        for own, new in zip(one.parameters(), other.parameters(), strict=True):
+            edit_data_in_place(own, new)
+        assert out(one)[:, :, 1:].isnan().all()  # the root of a tree has no matrix
+        assert torch.equal(out(one.eval()), out(other))
+
+
+@pytest.mark.parametrize("name", WITH_EIGENBASIS)
+def test_an_optimizer_that_writes_through_data_never_leaves_old_values_or_nan(name, as_on_a_gpu):
+    one, other, out = pair_of(name)
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(out(one), out(build_like(one, name)))
+        out(one.train()).sum().backward()
+        for own, new in zip(one.parameters(), other.parameters(), strict=True):
+            own.data.add_(0.1 * new)  # as fairseq's Adam
+        assert torch.equal(out(one), out(build_like(one, name)))
+
+
+def build_like(encoding, name):
+    """A new encoding with the same parameters, which remembers nothing."""
+    new = build_encoding(name, 8, 2)
+    new.load_state_dict(encoding.state_dict())
+    return new
+
+
+def test_a_copy_of_an_encoding_finds_its_own_eigenbasis(as_on_a_gpu):
+    one, _, out = pair_of("liere")
+    with torch.no_grad():
+        before = out(one)
+        copied = copy.deepcopy(one)
+        copied.lower.mul_(2.0)
+        assert not torch.equal(out(copied), before)
+        assert torch.equal(out(one), before)
+        assert torch.equal(out(pickle.loads(pickle.dumps(one))), before)

@@ -1,13 +1,17 @@
 """FIRE against a double loop, its two forms against each other, and against KERPLE."""
 
+import copy
 from unittest import mock
 
 import pytest
 import torch
 
-from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec, fire
-from lrpe_fairseq.encodings.positions import counted
+from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.core.positions import counted
+from lrpe_fairseq.encodings.scores import fire
+from lrpe_fairseq.kernels import dispatch
 from tests.encodings.lags import assert_same_with_gradients, bias_of, loop_bias
+from tests.references import assert_near
 
 
 def build(heads=3, seed=0, layers=1, **options):
@@ -55,6 +59,69 @@ def test_the_form_by_lag_equals_the_form_by_pair(first, length, near):
     with mock.patch.object(fire.FIRE, "_near", return_value=0):
         slow = bias_of(encoding, at, keys)
     assert_same_with_gradients(fast, slow, encoding.parameters())
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Reading a tensor is not free."""
+    monkeypatch.setattr(dispatch, "_is_on_cpu", lambda x: False)
+
+
+def by_network(encoding, q_positions, k_positions):
+    """The bias (H, T, S): the network f at every pair, as in the published code."""
+    s, t = q_positions.unsqueeze(-1), k_positions.unsqueeze(-2)
+    c = encoding.c.double().abs()
+    lag, longest = (s - t).clamp_min(0).double(), torch.maximum(encoding.threshold, s.double())
+    x = torch.log1p(c * lag) / (torch.log1p(c * longest) + fire.EPS)
+    x = x.to(encoding.f[-1].weight.dtype)
+    return encoding.f(x.unsqueeze(-1)).movedim(-1, -3)
+
+
+UNITS = {
+    "as drawn": lambda u, c: None,
+    "of weight zero": lambda u, c: (u[::3].zero_(), u[1::3].neg_()),
+    "of equal kinks": lambda u, c: (u.fill_(-0.5), u[::2].fill_(0.5), c.fill_(-0.2)),
+    "with kinks outside": lambda u, c: c.add_(3.0),
+    "that are all off": lambda u, c: c.sub_(9.0),
+}
+
+
+@pytest.mark.parametrize("length", [1, 12, 40])
+@pytest.mark.parametrize("units", UNITS)
+def test_line_segments_are_the_network_in_values_and_gradients(units, length, as_on_a_gpu):
+    encoding, at = build(heads=4, fire_length=length), counted(33, torch.device("cpu"))
+    with torch.no_grad():
+        encoding.threshold_factor.fill_(1.01)  # at s = L the gradient of the maximum is not unique
+        UNITS[units](encoding.f[0].weight, encoding.f[0].bias)
+    assert encoding.form((-32, 32), at).table is None
+    both = bias_of(encoding, at, at), by_network(encoding, at, at)
+    assert_near(*([x] for x in both), scale=1e-12)
+    weight = torch.randn(both[0].shape, dtype=torch.float64)
+    learned = list(encoding.parameters())
+    grads = [torch.autograd.grad((x * weight).sum(), learned) for x in both]
+    assert_near(*grads, scale=1e-12)
+
+
+def test_line_segments_have_the_gradients_of_the_network_in_float32(as_on_a_gpu):
+    encoding, at = build(heads=4, fire_length=20).float(), torch.arange(700)
+    weight = torch.rand(4, 700, 700)  # of one sign: their sums are long
+    found = bias_of(encoding, at, at, torch.float32)
+    exact = copy.deepcopy(encoding).double()
+    wanted = by_network(exact, at, at)
+    assert_near([found], [wanted], scale=1e-6)
+    grads = [
+        torch.autograd.grad((x * weight.to(x)).sum(), module.f.parameters())
+        for x, module in ((found, encoding), (wanted, exact))
+    ]
+    assert_near(*grads, scale=2e-6)
+
+
+def test_positions_of_a_batch_take_the_segments_of_their_own(as_on_a_gpu):
+    encoding = build(fire_length=4)
+    at = torch.randint(0, 30, (2, 9))
+    q = torch.zeros(2, 3, 9, 4, dtype=torch.float64)
+    wanted = torch.stack([by_network(encoding, row, row) for row in at])
+    torch.testing.assert_close(encoding.bias(q, q, at, at), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_it_starts_like_the_published_code():

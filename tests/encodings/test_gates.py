@@ -16,7 +16,7 @@ from lrpe_fairseq.encodings import (
     build_encoding,
     encoding_class,
 )
-from lrpe_fairseq.encodings.slopes import alibi_slopes
+from lrpe_fairseq.encodings.scores.slopes import alibi_slopes
 
 WIDTH, HEADS, D = 12, 3, 4
 KINDS = ("softmax", "linear")

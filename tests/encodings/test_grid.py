@@ -8,10 +8,10 @@ from torch import nn
 
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.encodings.grid import rows_and_columns
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.grids import rows_and_columns
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import encode_cpu
+from lrpe_fairseq.kernels.encode import encode_cpu
 from tests.references import score_matrix
 
 HEADS, WIDTH = 2, 8
@@ -120,7 +120,12 @@ def test_layers_share_the_parameters_of_one_axis():
         ("permuteformer", "axial", {"causal": True}, "its decay counts tokens, not rows"),
         ("rope", "axial", {"width": 7}, "the head width must be even, got 7"),
         ("rope", "axial", {"grid": 0}, "'axial' needs the number of columns .* set --grid-width"),
-        ("rope", "flat", {"grid": -1}, "width and height of a grid cannot be negative"),
+        (
+            "rope",
+            "flat",
+            {"grid": -1},
+            "--grid-width must be at least 0 and .*, not -1",
+        ),
         ("rope", "both", {}, "unknown position grid 'both'; choose one of flat, sum, axial"),
         ("rope", "axial", {"width": 2}, "a rotation needs a head width of at least 2, got 1"),
     ],

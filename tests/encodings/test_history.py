@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lrpe_fairseq.encodings.history import causal_filter, history
+from lrpe_fairseq.encodings.core.history import causal_filter, history
 
 B, T, C = 4, 11, 3
 

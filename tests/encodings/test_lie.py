@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.rotations import Spectrum, definition, exponential, turn
+from lrpe_fairseq.encodings.rotations.generators import Spectrum, definition, exponential, turn
 
 NAMES = ("liere", "comrope-ap", "comrope-ld")
 
@@ -107,7 +107,7 @@ def equal_eigenvalues():
 def test_the_gradient_is_right_at_equal_and_zero_eigenvalues(a, count):
     """Half of the spectrum is used, unless zero is an eigenvalue twice."""
     groups, width = a.shape[:2]
-    assert Spectrum().of(a)[0].shape == (groups, count)
+    assert Spectrum().entry(a).values.shape == (groups, count)
     x, a = normal(groups, 2, 5, width).requires_grad_(), a.clone().requires_grad_()
     u = torch.tensor([0.0, 1.0, 2.5, -3.0, 40.0], dtype=torch.float64)
     u, weights = u.repeat(groups, 1).requires_grad_(), normal(groups, 2, 5, width, seed=2)
@@ -156,7 +156,7 @@ def scores(encoding, q, k, positions):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_line_without_noise_it_is_rope(name, monkeypatch):
-    monkeypatch.setattr("lrpe_fairseq.encodings.lie.NOISE", 0.0)
+    monkeypatch.setattr("lrpe_fairseq.encodings.rotations.lie.NOISE", 0.0)
     x, at = normal(2, 2, 6, 10), torch.tensor([0, 1, 2, 31, 512, 700])
     encoding = build(name, head_dim=10, block=5 if name == "liere" else 2)
     if name == "liere":  # an odd block has two pairs and one feature that is not rotated
@@ -182,6 +182,52 @@ def test_coordinates_of_a_grid_are_those_of_the_authors_codes():
         torch.testing.assert_close(found.float(), wanted)
     one = build_encoding("liere", 8, 2, options=EncodingOptions(grid_width=1))
     assert one.coordinates(torch.arange(1)).tolist() == [[0.0, 0.0]]
+
+
+def on_grid(name, rows, columns):
+    options = EncodingOptions(grid_width=columns, grid_height=rows, rotation_block=4)
+    return build_encoding(name, 8, 2, options=options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trained_encoding_keeps_its_rotations_on_another_grid(name):
+    """The cells of the trained grid have the same scores within a larger or smaller one."""
+    trained = on_grid(name, 4, 3)
+    q, k = normal(1, 2, 4, 8), normal(1, 2, 4, 8, seed=1)
+    rows, columns = torch.tensor([0, 1, 1, 3]), torch.tensor([0, 2, 1, 1])
+    expected = scores(trained, q, k, 3 * rows + columns)
+    largest = expected.abs().max()
+    for shape in ((8, 8), (4, 4), (2, 3), (5, 4)):
+        other = on_grid(name, *shape)
+        before = scores(other, q, k, shape[1] * rows + columns)
+        other.load_state_dict(trained.state_dict())
+        found = scores(other, q, k, shape[1] * rows + columns)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        assert (before - expected).abs().max() > 0.05 * largest  # it had another grid before
+    again = on_grid(name, 8, 8)
+    again.load_state_dict(other.state_dict())  # saved after it was read on another grid
+    torch.testing.assert_close(scores(again, q, k, 8 * rows + columns), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_coordinates_on_a_larger_grid_go_beyond_those_of_training(name):
+    trained, wide = on_grid(name, 4, 4), on_grid(name, 8, 8)
+    wide.load_state_dict(trained.state_dict())
+    found = wide.coordinates(torch.arange(64)).unflatten(0, (8, 8))
+    last = trained.coordinates(torch.arange(16)).unflatten(0, (4, 4))[3, 3]
+    torch.testing.assert_close(found[3, 3], last)
+    torch.testing.assert_close(found[7, 7], last * 7 / 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_that_is_too_old_to_contain_its_grid_has_that_of_the_model(name):
+    encoding, other = on_grid(name, 4, 3), on_grid(name, 4, 3)
+    state = encoding.state_dict()
+    assert state.pop("grid").tolist() == [4, 3]
+    other.load_state_dict(state)
+    assert other.grid.tolist() == [4, 3]
+    assert "grid" not in state
+    assert "grid" not in build(name).state_dict()  # on a line there is none
 
 
 @pytest.mark.parametrize("name", ["comrope-ap", "comrope-ld"])

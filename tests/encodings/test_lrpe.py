@@ -10,8 +10,9 @@ from lrpe_fairseq.attention.linear import EPS, linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.softmax import fused_attention
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES, EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.lrpe import CORES, PROJECTIONS
-from lrpe_fairseq.encodings.permutations import CyclicPowers
+from lrpe_fairseq.encodings.rotations.cores import CORES
+from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers
+from lrpe_fairseq.encodings.rotations.projections import PROJECTIONS
 from tests.pairwise import pairwise
 from tests.references import dense_lambda, dense_p, dense_scores, dense_w, frequencies
 
@@ -180,3 +181,28 @@ def test_type_8_in_float16_with_the_rotated_normalizer_warns_once():
             MultiheadAttention(16, 2, **options).half().attend(x)
     (warning,) = caught
     assert "use normalizer 'layernorm' or 'content'" in str(warning.message)
+
+
+ODD = 9
+
+
+@pytest.mark.parametrize(
+    ("name", "turns_pairs"),
+    [(n, True) for n in ("rope", "lrpe-type2", "lrpe-type3", "lrpe-type6", "tape", "gated:rope")]
+    + [(n, False) for n in ("lrpe-type1", "lrpe-type4", "lrpe-type8", "lrpe-tmlr-type1", "none")],
+)
+def test_a_head_of_odd_width_warns_of_the_feature_that_does_not_turn(name, turns_pairs):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        encoding = build_encoding(name, ODD, 2, causal=True)
+        build_encoding(name, ODD - 1, 2, causal=True)  # without a word
+        options = EncodingOptions(rotation_fraction=0.5) if turns_pairs else EncodingOptions()
+        build_encoding(name, ODD, 2, causal=True, options=options)  # as the user wants it
+    said = [str(one.message) for one in seen]
+    assert len(said) == turns_pairs
+    if turns_pairs:
+        assert "the last of the 9 features of each head does not turn" in said[0]
+        q = torch.randn(1, 2, 5, ODD)
+        (turned,) = encoding.core((q,), encoding.core.at(torch.arange(5), q.dtype))
+        assert torch.equal(turned[..., -1], q[..., -1])
+        assert "the last feature does not turn" in encoding.core.latex

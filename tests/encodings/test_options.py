@@ -15,8 +15,8 @@ from lrpe_fairseq.encodings import (
     encoding_class,
     options_of_encodings,
 )
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, OF_ATTENTION, OF_MODELS, parse_departures
-from lrpe_fairseq.encodings.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.options import AttentionOptions, encoding_options, one_sentence_errors
 from tests.encodings.toy import Toy
@@ -45,10 +45,9 @@ def test_options_can_be_copied_and_pickled():
 
 def test_unknown_options_and_values_are_refused():
     with pytest.raises(ChoiceError, match="no encoding has the option 't5_distance'; did you mean"):
-        build_encoding("t5", 8, 2, options=EncodingOptions(t5_distance=8))
-    options = EncodingOptions(lrpe_householder_start="zero")
+        EncodingOptions(t5_distance=8)
     with pytest.raises(ChoiceError, match="choose one of normal, unit"):
-        build_encoding("lrpe-type3", 8, 2, options=options)
+        EncodingOptions(lrpe_householder_start="zero")
 
 
 def test_departures_are_those_of_the_methods_of_attention_and_of_models():

@@ -18,8 +18,8 @@ from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention, feature
 from lrpe_fairseq.attention.softmax import encoded_attention
 from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.forms import Transport
-from lrpe_fairseq.encodings.path import RANK, TAPS
+from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.encodings.wrappers.path import RANK, TAPS
 from lrpe_fairseq.errors import ChoiceError
 from tests.references import assert_near, carried_scores
 

@@ -5,20 +5,23 @@ import pytest
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import ChoiceError
 
-LONG_ENOUGH = "fope_length must be at least 7"
 ROTATES = "rotation_block must be at least 2 and the head width at least"
 OPTIONS = [
-    ("cope", {"cope_positions": 1}, "cope_positions must be at least 2"),
-    ("deberta", {"deberta_distance": 0}, "deberta_distance must be at least 1"),
-    ("shaw", {"shaw_distance": -1}, "shaw_distance cannot be negative"),
+    ("cope", {"cope_positions": 1}, "--cope-positions must be at least 2 and at most 1,048,576"),
+    (
+        "deberta",
+        {"deberta_distance": 0},
+        "--deberta-distance must be at least 1 and",
+    ),
+    ("shaw", {"shaw_distance": -1}, "--shaw-distance must be at least 0 and at most 1,048,576"),
     ("t5", {"t5_max_distance": 8}, "largest distance"),
-    ("fire", {"fire_length": 0}, "fire_length must be positive, got 0"),
-    ("ape", {"ape_decay": 0.0}, "above 0 and at most 1, got 0.0"),
-    ("cosformer", {"cosformer_length": 0}, "cosformer_length must be positive, got 0"),
-    ("fope", {"fope_length": 6}, f"{LONG_ENOUGH}, so that a frequency remains, got 6"),
-    ("spe", {"spe_sines": -1}, "positive"),
-    ("spe", {"spe_realizations": -1}, "positive"),
-    ("comrope-ld", {"rotation_block": 1}, ROTATES),
+    ("fire", {"fire_length": 0}, "--fire-length must be at least 1 and .*, not 0"),
+    ("ape", {"ape_decay": 0.0}, "--ape-decay must be above 0 and at most 1, not 0"),
+    ("cosformer", {"cosformer_length": 0}, "--cosformer-length must be at least 1 and"),
+    ("fope", {"fope_length": 6}, "--fope-length must be at least 7 and .*, not 6"),
+    ("spe", {"spe_sines": -1}, "--spe-sines must be at least 1 and at most 65,536, not -1"),
+    ("spe", {"spe_realizations": -1}, "--spe-realizations must be at least 1"),
+    ("comrope-ld", {"rotation_block": 1}, "--rotation-block must be at least 2"),
 ]
 WIDTHS = [
     ("liere", 1, 0, ROTATES),

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
 
 LAYERS = 3
 OWN = {"deberta": 4, "spe": 1}

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.sharing import share_across_layers
+from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.rotations.spe import noise_like
 
 HEADS, WIDTH = 2, 4
 FORWARDS = 300
@@ -133,6 +134,40 @@ def test_evaluation_is_deterministic_and_training_is_not():
     for place in range(2):
         assert torch.equal(fixed[0][place], fixed[1][place])
         assert (drawn[0][place] - drawn[1][place]).abs().min() > 0
+
+
+def noise_of(rank, monkeypatch, encoding, seed=3):
+    """Codes of two forward passes and the noise of the gates, drawn in a process of this rank."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: rank is not None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    torch.manual_seed(seed)
+    drawn = []
+    for _ in range(2):
+        encoding.code.draw()
+        drawn += [encoding.code.drawn, encoding._through_gate(fixed=False)[1]]
+    return torch.cat([part.flatten() for part in drawn])
+
+
+def test_every_process_draws_noise_of_its_own_and_the_same_again(monkeypatch):
+    encoding = build(spe_realizations=64).train()
+    alone, *ranks = (noise_of(rank, monkeypatch, encoding) for rank in (None, 0, 1, 2, 3))
+    assert torch.equal(ranks[0], alone)
+    for rank, noise in enumerate(ranks):
+        assert torch.equal(noise, noise_of(rank, monkeypatch, encoding))
+        assert not torch.equal(noise, noise_of(rank, monkeypatch, encoding, seed=4))
+    correlation = torch.corrcoef(torch.stack(ranks)) - torch.eye(4)
+    assert correlation.abs().max() < WITHIN / math.sqrt(len(alone))
+
+
+def test_the_noise_of_another_process_is_standard_normal(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    torch.manual_seed(0)
+    for like in (torch.zeros(2, MANY), torch.zeros(2, MANY, dtype=torch.float64)):
+        noise = noise_like(like)
+        assert (noise.shape, noise.dtype) == (like.shape, like.dtype)
+        assert noise.mean().abs() < WITHIN / math.sqrt(2 * MANY)
+        assert (noise.square().mean() - 1).abs() < WITHIN * math.sqrt(2 / (2 * MANY))
 
 
 def test_gradients_are_the_derivatives_of_the_features():

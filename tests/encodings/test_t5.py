@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.t5 import bucket_starts
+from lrpe_fairseq.encodings.scores.t5 import bucket_starts
 
 # 32 buckets, largest distance 128. Causal: 16 exact, then bucket 16 + k starts at the first
 # whole number from 16 * 8^(k/16) on: 16 * 1.1388^k = 18.2, 20.7, 23.6, 26.9, 30.6, 34.9, ...

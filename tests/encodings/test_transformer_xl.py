@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.positions import counted
-from lrpe_fairseq.encodings.transformer_xl import sinusoid
+from lrpe_fairseq.encodings.core.positions import counted
+from lrpe_fairseq.encodings.scores.transformer_xl import sinusoid
 from tests.encodings.lags import assert_same_with_gradients
 
 HEADS, WIDTH = 2, 4

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lrpe_fairseq.encodings.base import QueryKeyEncoding
-from lrpe_fairseq.encodings.departures import Departure
-from lrpe_fairseq.encodings.options import option
+from lrpe_fairseq.encodings.core.departures import Departure
+from lrpe_fairseq.encodings.core.options import option
+from lrpe_fairseq.encodings.core.protocols import QueryKeyEncoding
 
 
 class Toy(QueryKeyEncoding):

@@ -76,7 +76,16 @@ def test_only_its_weights_can_start_a_training_with_another_encoding(corpus, tmp
             ended.stderr
         )
     assert train("first", rope).returncode == 0
-    assert train("second", rope, other, "--finetune-from-model", last).returncode == 0
+    said = f"{last} was trained with attention_normalizer=rotated; this training has "
+    said += "attention_normalizer=content"
+    ended = train("second", rope, other, "--finetune-from-model", last)
+    assert ended.returncode == 0
+    assert said in ended.stdout + ended.stderr
+    reset = f"--reset-optimizer --reset-dataloader --reset-meters --restore-file {last}"
+    ended = train("reset", rope, other, reset)
+    assert ended.returncode == 2
+    assert f"lrpe_fairseq: {said}: train with the options of the checkpoint" in ended.stderr
+    assert train("reset", rope, "--document-boundary </s>", reset).returncode == 0
     ended = train("third", "--position-encoding fox --finetune-from-model", last)
     assert ended.stderr.endswith(f"{last} do not fit this model: train with its options\n")
 
@@ -111,7 +120,7 @@ TEXT = {
     "--position-encoding lrpe:unknown:rotation": "unknown position encoding",
     "--position-encoding lrpe:identity:unknown": "unknown position encoding",
     "--decoder-attention-heads 5": "width 32 is not divisible by 5 attention heads",
-    "--decoder-attention-heads 0": "0 attention heads",
+    "--decoder-attention-heads 0": "--decoder-attention-heads must be at least 1 and",
     "--document-boundary book": "--document-boundary 'book' is no symbol of the dictionary",
     "--adaptive-input": "--adaptive-input requires --adaptive-input-cutoff",
     f"{ADAPTIVE} --tie-adaptive-weights --adaptive-input --adaptive-input-cutoff 4": (

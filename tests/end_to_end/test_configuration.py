@@ -134,7 +134,7 @@ def test_a_word_that_names_no_option_or_value_is_refused_in_one_sentence(word, s
 
 def test_other_programs_may_have_a_schema_without_a_file():
     ConfigStore.instance().store("schema_only", {"a": 1})
-    with initialize(config_path=None, version_base=None):
+    with initialize(config_path=None, version_base="1.1"):
         assert compose("schema_only").a == 1
         assert compose() == {}
 

@@ -6,7 +6,7 @@ from fairseq.modules import MultiheadAttention as Stock
 from omegaconf import OmegaConf, open_dict
 
 from lrpe_fairseq.attention.cross import CrossAttention
-from lrpe_fairseq.encodings.base import Encoding
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.models import translation
 from tests.end_to_end.commands import PLUGIN, built, load, save
 
@@ -50,7 +50,6 @@ def cross_of(model):
     ("options", "kind"),
     [
         ("", Stock),
-        ("--cross-attention-normalizer none --cross-encoding-seed 3", Stock),
         (f"{CROSS} rope", CrossAttention),
         ("--cross-attention-type linear", CrossAttention),
     ],

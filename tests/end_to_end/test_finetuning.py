@@ -268,7 +268,7 @@ def test_the_command_begins_with_the_pretrained_weights_and_says_what_came_out(
     made = replace(made, overrides=(*made.overrides, *few))
     monkeypatch.setattr(train_row, "_finetunings", lambda options: [made])
     monkeypatch.setattr(FinetuningRun, "prepare_data", lambda self, source: None)
-    monkeypatch.setattr(train_row.report, "render", lambda: 0)
+    monkeypatch.setattr(train_row.report, "render", lambda *_: 0)
     monkeypatch.setattr(schedule, "Children", ForkedChildren)
     assert train_row.finetune(["unread.pt", "RTE", "--jobs", "2"]) == 0
     assert made.finished()

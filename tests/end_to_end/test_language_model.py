@@ -25,6 +25,7 @@ from tests.end_to_end.commands import (
     saved,
     side_by_side,
     signalled,
+    user_dir,
     words,
 )
 from tests.end_to_end.forked import run_forked
@@ -224,6 +225,32 @@ def test_a_group_of_processes_trains_as_one_with_the_matching_update_frequency(
     torch.testing.assert_close(
         saved(together[-1])["model"], saved(alone[-1])["model"], rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.exhaustive
+def test_spe_in_two_processes_draws_two_noises_and_resumes_to_the_bit(corpus, tmp_path):
+    """Dropout is 0 and both processes read the same text, so only the noise tells them apart."""
+    spe = f"{TOGETHER} --attention-type softmax --position-encoding spe --save-interval-updates 1"
+    code = """
+import torch
+from lrpe_fairseq.encodings.rotations import spe
+draw = spe.SineCode.draw
+def drawn(self):
+    draw(self)
+    both = [torch.empty_like(self.drawn) for _ in range(2)]
+    torch.distributed.all_gather(both, self.drawn)
+    assert not torch.equal(*both)
+spe.SineCode.draw = drawn
+import lrpe_fairseq.models
+"""
+    plugin = user_dir(tmp_path / "plugin", code)
+    folders = [tmp_path / name for name in ("whole", "stopped")]
+    for folder, stops in zip(folders, ((6,), (3, 6)), strict=True):
+        for stop in stops:
+            given = corpus.data, spe, plugin, f"--max-update {stop} --save-dir", folder
+            run_together(2, *given)
+    whole, stopped = (saved(folder / "checkpoint_1_6.pt")["model"] for folder in folders)
+    assert_same(whole, stopped)
 
 
 BF16 = f"{TRAINING} {SMALL} --bf16 --disable-validation --save-interval-updates 1 --max-update 20"

@@ -390,7 +390,7 @@ def test_the_memory_makes_evaluation_better_and_loses_no_token(trainings, corpus
 REFUSED = {
     "--attention-type linear --position-encoding rope": "requires softmax attention",
     "--decoder-layerdrop 0.1": "--decoder-layerdrop cannot be used with a memory",
-    "--memory-length -1": "--memory-length -1 is negative",
+    "--memory-length -1": "--memory-length must be at least 0 and at most 2,147,483,648, not -1",
     "--sample-break-mode complete": "supports sample_break_mode=none only",
     "--add-bos-token": "supports add_bos_token=False only",
     "--memory-length 0 --attention-type linear --position-encoding rope "

@@ -9,7 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.models import options
-from tests.end_to_end.commands import SMALL, build, built, run_here, save
+from lrpe_fairseq.models.checks import check_resumed
+from tests.end_to_end.commands import SMALL, build, built, load, run_here, save
 from tests.end_to_end.test_fairseq_features import PAIRS, overridden
 
 pytestmark = pytest.mark.end_to_end
@@ -79,6 +80,39 @@ def test_context_scaling_concerns_the_layers_with_rotations(corpus):
     for name in ("fox", "fox,none"):
         with pytest.raises(Refusal, match="'fox' does not support --context-scaling"):
             build(corpus, BARE, f"--position-encoding {name}", scaling)
+
+
+YARN = "--position-encoding rope --context-scaling yarn --context-factor 4 --context-length 8"
+
+
+def test_a_checkpoint_with_yarn_says_that_the_name_has_another_meaning_now(
+    corpus, tmp_path, caplog
+):
+    model, _, config = build(corpus, BARE, YARN)
+    path = save(model, config, tmp_path / "checkpoint.pt")
+    load(path)
+    assert f"{path} has context_scaling=yarn, which is the ramp of the authors' code" in caplog.text
+    assert "load it with context_scaling=yarn-printed" in caplog.text
+    caplog.clear()
+    printed = overridden(path, context_scaling="yarn-printed")
+    assert layers_of(printed)[0].encoding.core.options.context_scaling == "yarn-printed"
+    model, _, config = build(corpus, BARE, YARN.replace("yarn", "ntk"))
+    path = save(model, config, tmp_path / "other.pt")
+    load(path)
+    overridden(path, context_scaling="yarn")  # says nothing about the checkpoint
+    assert "yarn" not in caplog.text
+
+
+def test_a_training_with_yarn_of_before_goes_on_under_its_present_name(corpus):
+    names = "yarn", "yarn-printed", "ntk"
+    found = [build(corpus, BARE, YARN.replace("yarn", name)) for name in names]
+    before, printed, other = (config for _, _, config in found)
+    check_resumed("last.pt", before, before)
+    check_resumed("last.pt", before, printed)
+    with pytest.raises(Refusal, match="was trained with context_scaling=yarn; this training has"):
+        check_resumed("last.pt", before, other)
+    with pytest.raises(Refusal, match="was trained with context_scaling=yarn-printed"):
+        check_resumed("last.pt", printed, before)
 
 
 @pytest.mark.parametrize("kind", ["linear", "softmax"])

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings import EncodingSpec, build_encoding
-from lrpe_fairseq.encodings.options import EncodingOptions
-from lrpe_fairseq.encodings.tape import DIAGONAL, StateUpdate
+from lrpe_fairseq.encodings.core.options import EncodingOptions
+from lrpe_fairseq.encodings.rotations.tape import DIAGONAL, StateUpdate
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from tests.end_to_end.commands import SMALL, build
 from tests.test_classifier import batch_of, rows_of
@@ -137,12 +137,40 @@ def test_half_precision_keeps_states_wide(corpus):
     assert all(p.dtype != torch.bfloat16 for n, p in model.named_parameters() if ".update." in n)
 
 
-def test_the_published_code_mixes_no_heads():
-    spec = EncodingSpec(8, 2, options=EncodingOptions(frozenset({DIAGONAL})))
-    update = StateUpdate(spec)
-    update.mix.data.fill_(1.0)
-    e, m = (torch.randn(1, 2, 3, 8) for _ in range(2))
-    assert torch.equal(update(e, m, torch.zeros(1, 3, 16)), e + m)
+HEADS = 3
+
+
+def published_update():
+    return StateUpdate(EncodingSpec(8, HEADS, options=EncodingOptions(frozenset({DIAGONAL}))))
+
+
+def test_the_published_code_mixes_no_heads_and_learns_as_its_einsum():
+    """Two steps of Adam from the authors' start, with their einsum and with ours."""
+    e, m = torch.randn(2, 1, HEADS, 4, 8, generator=torch.Generator().manual_seed(1))
+    y, wanted = torch.zeros(1, 4, 8 * HEADS), torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1)
+    update, theirs = published_update(), torch.nn.Parameter(torch.zeros(HEADS, HEADS))
+
+    def published():
+        return e + torch.einsum("bqnd,qe->bqnd", m, theirs)
+
+    for weight, states in ((update.mix, lambda: update(e, m, y)), (theirs, published)):
+        adam = torch.optim.Adam([weight], lr=0.1)
+        for _ in range(2):
+            adam.zero_grad()
+            (states() - wanted * m).square().sum().backward()
+            adam.step()
+    torch.testing.assert_close(update(e, m, y), published())
+    moved = update.mix.sum(1).abs()
+    assert ((moved > 0.9 * HEADS * 2 * 0.1) == (wanted.flatten() != 0)).all()
+
+
+def test_an_older_checkpoint_of_the_published_code_loads():
+    update, older = published_update(), published_update().state_dict()
+    older["mix"] = torch.tensor([0.1, -0.2, 0.3])
+    update.load_state_dict(older)
+    e, m = torch.randn(2, 1, HEADS, 4, 8, generator=torch.Generator().manual_seed(1))
+    found = update(e, m, torch.zeros(1, 4, 8 * HEADS))
+    torch.testing.assert_close(found, e + older["mix"].view(1, HEADS, 1, 1) * m)
 
 
 def test_what_hands_no_states_on_is_refused(corpus):

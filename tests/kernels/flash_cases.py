@@ -2,7 +2,7 @@
 
 import torch
 
-from lrpe_fairseq.kernels import flash
+from lrpe_fairseq.kernels.flash import flash
 
 ARGUMENTS = ("q", "k", "v", "table", "c", "d", "by_query", "by_key")
 """What may need a gradient; c and d are the sums of gates of queries and keys."""

@@ -3,7 +3,7 @@
 from functools import partial
 
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.kernels import flash
+from lrpe_fairseq.kernels.flash import flash
 from tests.kernels import flash_cases
 
 WEIGH = build_encoding("stick-breaking", 16, 2, causal=True).weigh

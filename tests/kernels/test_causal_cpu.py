@@ -9,7 +9,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention,
     linear_attention_naive,
 )
-from lrpe_fairseq.kernels import causal, causal_cpu
+from lrpe_fairseq.kernels.linear import causal, causal_cpu
 from tests.references import assert_near
 
 BATCH, HEADS = 2, 3

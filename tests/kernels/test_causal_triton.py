@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention import linear
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import causal, loader
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.linear import causal
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import causal_triton
+from lrpe_fairseq.kernels.linear import causal_triton
 from tests import triton_probe
 from tests.pairwise import pairwise
 from tests.references import assert_near

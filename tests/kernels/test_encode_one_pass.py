@@ -14,8 +14,9 @@ from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.encodings import base as encodings_base
-from lrpe_fairseq.kernels import encode, encode_cpu, loader
+from lrpe_fairseq.encodings.core import protocols
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.encode import encode, encode_cpu
 from tests.end_to_end.cases import sampled
 from tests.pairwise import pairwise
 from tests.references import assert_near
@@ -44,7 +45,7 @@ def form(request, monkeypatch):
 
         if reason := triton_probe.why_not():
             pytest.skip(reason)
-        from lrpe_fairseq.kernels import encode_triton
+        from lrpe_fairseq.kernels.encode import encode_triton
 
         monkeypatch.setattr(encode_triton, "on_device", lambda x: True)
     elif DEVICE != "cpu":
@@ -54,7 +55,7 @@ def form(request, monkeypatch):
             pytest.skip("encode_cpu.cpp does not compile here")
     else:
         monkeypatch.setattr(encode_cpu, "serves", lambda x, form: False)
-    kernels = {"lrpe_fairseq.kernels.encode_triton": encode_triton}
+    kernels = {"lrpe_fairseq.kernels.encode.encode_triton": encode_triton}
     monkeypatch.setattr(loader, "triton_kernels", kernels.get)
     return request.param
 
@@ -181,7 +182,7 @@ def test_two_runs_give_equal_bits_and_gradients_of_half_precision_are_rounded_on
 )
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
 def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
-    from lrpe_fairseq.kernels import encode_triton
+    from lrpe_fairseq.kernels.encode import encode_triton
 
     torch.manual_seed(0)
     options = {"attention_type": "softmax", "position_encoding": name, "causal": True}
@@ -289,7 +290,7 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
             assert (found is not None) == (name in served), name
     odd, _ = example(8, width=15)
     assert one_pass(build_encoding("rope", 15, HEADS), heads(odd), at) is None
-    assert encodings_base.QueryKeyEncoding.one_pass(encoding, x, x, at, at, True) is None
+    assert protocols.QueryKeyEncoding.one_pass(encoding, x, x, at, at, True) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lrpe_fairseq.kernels import flash
+from lrpe_fairseq.kernels.flash import flash
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import flash_triton
-from lrpe_fairseq.kernels.flash_triton import Tile, flash_attention, serves
+from lrpe_fairseq.kernels.flash import flash_triton
+from lrpe_fairseq.kernels.flash.flash_triton import Tile, flash_attention, serves
 from tests import triton_probe
 from tests.kernels.flash_cases import CASES, assert_near, exact, inputs, results
 

@@ -1,5 +1,7 @@
 """How the Triton kernels are launched: on which device, and on how many programs."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 from unittest.mock import MagicMock
 
@@ -8,15 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import (
-    causal_triton,
-    encode_triton,
-    full_triton,
-    loader,
-    sweep_triton,
-    tiles_triton,
-)
-from lrpe_fairseq.kernels.encode import Form
+from lrpe_fairseq.kernels import loader, tiles_triton
+from lrpe_fairseq.kernels.encode import encode_triton
+from lrpe_fairseq.kernels.encode.encode import Form
+from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
 from tests.triton_probe import launched
 
 MANY, MOST = 70_000, 65_535
@@ -93,6 +90,24 @@ def test_triton_searches_once_for_calls_that_one_compiled_kernel_serves(monkeypa
     for name in constants:
         loader.launch(kernel, (3,), x, 5, **(constants | {name: 8}))
     assert search.call_count == 11
+
+
+def test_a_kernel_is_held_as_long_as_its_compiled_form_is_known_by_its_id(monkeypatch):
+    monkeypatch.setattr(loader, "_runs_compiled", lambda: True)
+    monkeypatch.setattr(loader, "_compiled", {})
+
+    class Kernel:
+        arg_names = ("x",)
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: "compiled"
+
+    kernel = Kernel()
+    loader.launch(kernel, (3,), torch.zeros(8))
+    seen = weakref.ref(kernel)
+    del kernel
+    gc.collect()
+    assert seen() is not None  # else another kernel could have its id, and its compiled form
 
 
 def test_rows_whose_offsets_pass_int32_are_brought_together():

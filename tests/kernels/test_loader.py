@@ -6,15 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
+from lrpe_fairseq.attention import half
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.kernels import causal_cpu, loader
-from lrpe_fairseq.kernels.causal_cpu import SOURCE
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.linear import causal_cpu
+from lrpe_fairseq.kernels.linear.causal_cpu import SOURCE
 
 pytestmark = pytest.mark.skipif(
     causal_cpu.library() is None, reason="causal_cpu.cpp does not compile here"
@@ -189,7 +192,7 @@ def test_a_gpu_before_ampere_leaves_all_to_pytorch_and_says_so_once_if_asked(
     loader._triton_kernels.cache_clear()
     try:
         for _ in range(2):
-            assert loader.triton_kernels("lrpe_fairseq.kernels.causal_triton") is None
+            assert loader.triton_kernels("lrpe_fairseq.kernels.linear.causal_triton") is None
     finally:
         loader._triton_kernels.cache_clear()
     assert len(caplog.records) == asked
@@ -211,13 +214,73 @@ def test_a_gpu_on_which_triton_fails_leaves_all_to_pytorch_and_says_why(monkeypa
         cache.cache_clear()
     try:
         for _ in range(2):
-            assert loader.triton_kernels("lrpe_fairseq.kernels.causal_triton") is None
+            assert loader.triton_kernels("lrpe_fairseq.kernels.linear.causal_triton") is None
         assert loader.kernels_in_use()["causal"] == "pytorch"
     finally:
         for cache in (loader._triton_kernels, loader._why_triton_fails):
             cache.cache_clear()
     assert len(caplog.records) == 1
     assert "Triton does not run here (Failed to find C compiler)" in caplog.text
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with a GPU of compute capability 9 on which Triton runs, as far as it is asked."""
+    pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "the GPU")
+    monkeypatch.setattr(loader, "_why_triton_fails", lambda: "")
+    loader._triton_kernels.cache_clear()
+    yield monkeypatch
+    loader._triton_kernels.cache_clear()
+
+
+NEEDS_NEW_TRITON = {"flash.flash_triton": True, "flash.stick_triton": True}
+OTHERS = {"linear.causal_triton": False, "encode.encode_triton": False}
+
+
+@pytest.mark.parametrize(("kernels", "needs"), (NEEDS_NEW_TRITON | OTHERS).items())
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("3.2.0", True), ("3.3.1", True), ("3.4.0", False), ("3.10.0+git1", False), ("4.0", False)],
+)
+def test_flash_and_stick_breaking_attention_need_triton_3_4(
+    version, old, kernels, needs, hopper, caplog
+):
+    import triton
+
+    hopper.setattr(triton, "__version__", version)
+    for _ in range(2):
+        found = loader.triton_kernels(f"lrpe_fairseq.kernels.{kernels}")
+        assert (found is None) == (old and needs)
+    assert len(caplog.records) == (old and needs)
+    if old and needs:
+        said = f"need Triton 3.4 or newer (torch 2.8 or newer), and this is {version}, so PyTorch"
+        assert said in caplog.text
+
+
+@pytest.mark.parametrize("kernels", NEEDS_NEW_TRITON | OTHERS)
+def test_an_amd_gpu_leaves_all_to_pytorch(kernels, hopper, caplog):
+    x = types.SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda")
+    assert loader.on_device(x)
+    hopper.setenv("LRPE_FAIRSEQ_KERNELS", "1")
+    hopper.setattr(torch.version, "hip", "6.4.43484")
+    assert loader.triton_kernels(f"lrpe_fairseq.kernels.{kernels}") is None
+    assert not loader.on_device(x)
+    assert "the GPU runs ROCm, and the kernels have NVIDIA's instructions" in caplog.text
+    found = loader.kernels_in_use()
+    assert (found["causal"], found["encode"]) == ("pytorch", "pytorch")
+
+
+def test_an_amd_gpu_has_no_products_of_halves_in_float32(monkeypatch):
+    monkeypatch.setattr(half, "is_plain", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
+    monkeypatch.setattr(torch.ops.aten.bmm, "dtype", "the overload of torch 2.8", raising=False)
+    x = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda")
+    assert half.serves(x, x)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
+    assert not half.serves(x, x)
 
 
 def test_without_a_usable_cache_folder_kernels_are_compiled_elsewhere(
@@ -247,7 +310,8 @@ def test_vectors_of_every_processor_give_the_same(size, fresh, quick, monkeypatc
 
 SANITIZED = """
 import torch
-from lrpe_fairseq.kernels import causal_cpu as native, loader
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.linear import causal_cpu as native
 from lrpe_fairseq.encodings import build_encoding
 loader.FLAGS = (*loader.FLAGS, '-fsanitize=address', '-O0')
 for keys, values, length in ((6, 3, 70), (16, 16, 32), (34, 17, 300)):

@@ -7,7 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.kernels import causal, causal_cpu, encode, encode_cpu
+from lrpe_fairseq.kernels.encode import encode, encode_cpu
+from lrpe_fairseq.kernels.linear import causal, causal_cpu
 from tests.end_to_end.cases import each_encoding_once, sampled, usable
 
 WIDTH, HEADS, TIME = 8, 2, 5

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lrpe_fairseq.kernels.flash_triton import Tile
+from lrpe_fairseq.kernels.flash.flash_triton import Tile
 from tests import triton_probe
 from tests.kernels.flash_cases import assert_near
 from tests.kernels.stick_cases import CASES, definition, exact, inputs, results
 from tests.kernels.test_flash_triton import BOUNDS, DEVICE, poisoned
 
-stick_triton = pytest.importorskip("lrpe_fairseq.kernels.stick_triton")
+stick_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.stick_triton")
 pytestmark = pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not())
 
 QUICK = {

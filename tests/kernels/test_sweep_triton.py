@@ -12,7 +12,7 @@ from lrpe_fairseq.attention.linear import EPS
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import full_triton, sweep_triton
+from lrpe_fairseq.kernels.linear import full_triton, sweep_triton
 from tests import triton_probe
 from tests.kernels.flash_cases import stored
 from tests.pairwise import pairwise

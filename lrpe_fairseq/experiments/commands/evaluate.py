@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.criterions.classification import scores
-from lrpe_fairseq.encodings.scaling import SCALINGS
+from lrpe_fairseq.encodings.rotations.scaling import SCALINGS
 from lrpe_fairseq.experiments.data import corpus, folders, glue
 from lrpe_fairseq.experiments.families import classification, preparation_of, translation
 from lrpe_fairseq.experiments.families import lm as language_models
@@ -390,6 +390,7 @@ def record(
     evaluated: the file with the weights, if it is not ``checkpoint``.
     """
     state = checkpoints.load(checkpoint)
+    speed = checkpoints.speed(state)
     return {
         CHECKPOINT: corpus.digest(evaluated or checkpoint),
         "experiment": runs.BY_HAND,
@@ -399,7 +400,7 @@ def record(
         "evaluated_update": checkpoints.updates(state),
         "metrics": metrics,
         "protocol": protocol,
-        "tokens_per_second": _speed(state),
+        **({} if speed is None else {"tokens_per_second": speed}),
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
         **environment(checkpoint.absolute().parent.glob("eval-*.log")),
@@ -439,9 +440,3 @@ def _with_earlier(out: Path, run: Run, data: Path) -> Run:
     names = {name for own in metrics.values() for name in own}
     protocol = {name: said[name] for name in sorted(names)}
     return {**run, "metrics": metrics, "protocol": protocol, "data": {**parts, **run["data"]}}
-
-
-def _speed(state: dict[str, Any]) -> float:
-    """Return training tokens per second since the start of the checkpoint's epoch."""
-    meters = {name: values for _, name, _, values in state["extra_state"]["metrics"]["train"]}
-    return round(meters["wps"]["n"] / meters["wps"]["init"], 1)

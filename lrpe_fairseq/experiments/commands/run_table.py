@@ -74,7 +74,7 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
             logs = [path for run in chosen for path in sorted(run.folder.glob("*.log"))]
             _pack(options.pack, results, logs)
     if not options.pack:  # pages need libraries that a lent machine may lack
-        failed = report.render() or failed
+        failed = report.render(options.table, results) or failed
     events.say(f"{options.table}: {format_duration(time.monotonic() - begun)} in total")
     return FAILED if failed else 0
 
@@ -102,7 +102,7 @@ def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: l
     tasks = [index for index, run in enumerate(chosen) if not run.finished()]
     if not tasks:
         print("all runs are already finished")
-        return report.render()
+        return report.render(options.table)
     settings = {name: getattr(options, name) for name in SITE_OPTIONS}
     site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
     own = [word for word in given if word != "--slurm"]

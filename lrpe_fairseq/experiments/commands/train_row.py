@@ -133,11 +133,13 @@ def finetune(arguments: Sequence[str] | None = None) -> int:
     events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
     one = 1 if torch.cuda.is_available() else None  # GPU; the tasks are too small for several
     devices = schedule.shares(min(options.jobs, len(runs)), one)
-    failed = schedule.Schedule(runs, devices, events).run()
+    new: list[Path] = []
+    ended = {"finished": lambda run: new.append(run.result)}
+    failed = schedule.Schedule(runs, devices, events, **ended).run()
     for run in runs:
         if run.finished():
             print(f"{run.folder.name}: {run.outcome()}")
-    return FAILED if report.render() or failed else 0
+    return FAILED if report.render("table3", new) or failed else 0
 
 
 def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:

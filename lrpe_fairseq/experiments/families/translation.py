@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from omegaconf import OmegaConf
 from sacrebleu.metrics import BLEU, CHRF
 
+from lrpe_fairseq.encodings import options_read_by
 from lrpe_fairseq.experiments.data.bitext import side
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import relative
+from lrpe_fairseq.experiments.records.keys import Cell, unread
 from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.records.runs import Run
-from lrpe_fairseq.experiments.runner.devices import BIN
+from lrpe_fairseq.experiments.runner.devices import BIN, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -82,7 +85,29 @@ class EncoderDecoderRun(TrainingRun, ABC):
             "encoding_seed": str(self.seed),
         }
         found = {f"model.{half}.{key}": value for half in HALVES for key, value in choices.items()}
-        return found | ({"model.cross.encoding_seed": str(self.seed)} if encoded else {})
+        return found | (self._choices_of_cross() if encoded else {})
+
+    def _choices_of_cross(self) -> dict[str, str]:
+        """Return the seed of an encoded cross-attention, and the decoder's options of its encoding.
+
+        A YAML cannot say the latter, because fairseq's own cross-attention refuses them.
+        """
+        encoding = parse_overrides(self.overrides)[CROSS]
+        decoder = self.yaml().model.get("decoder", {})
+        read = (name for name in decoder if name in options_read_by(encoding))
+        own = {f"model.cross.{name}": str(decoder[name]) for name in read}
+        return {"model.cross.encoding_seed": str(self.seed), **own}
+
+    @classmethod
+    def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
+        """Return the overrides without those that fairseq's own cross-attention would refuse."""
+        words = super()._overrides(cell, yaml)
+        chosen = OmegaConf.merge(yaml, OmegaConf.from_dotlist(list(words)))
+        config = checkpoints.dotted({"model": OmegaConf.to_container(chosen.model)})
+        refused = {
+            key for key in unread({CROSS: "none", **config}) if key.startswith("model.cross.")
+        }
+        return tuple(word for word in words if word.partition("=")[0] not in refused)
 
 
 @dataclass(frozen=True)

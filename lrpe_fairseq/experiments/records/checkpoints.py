@@ -1,16 +1,16 @@
 """Check, read, average and delete fairseq's checkpoints, without fairseq.
 
-A training stores the checksums of its dictionaries next to its checkpoints
-(:func:`remember_dictionaries`), so that no checkpoint is evaluated with other ones. For a
-checkpoint without them, the dictionary in the data folder of its training is compared; if that was
-deleted, only the number of words is compared.
+A checkpoint records the checksums of its dictionaries (:mod:`lrpe_fairseq.dictionaries`), so that
+it is not evaluated with other ones. Older checkpoints have them in a file next to them, if the
+runner trained them (:func:`remember_dictionaries`). Without both, the dictionary in the data folder
+of the training is compared; if there is none, or it is the one of the evaluation, which may have
+been prepared again since, only the number of words is compared.
 """
 
-import hashlib
 import json
+import os
 import re
 import shutil
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lrpe_fairseq import dictionaries
 from lrpe_fairseq.experiments.records.files import (
     ROOT,
     atomic_write,
@@ -25,7 +26,7 @@ from lrpe_fairseq.experiments.records.files import (
     read_json,
     write_json,
 )
-from lrpe_fairseq.safe_loading import ALLOWED
+from lrpe_fairseq.safe_loading import load, load_sound, require_finite
 
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"
@@ -41,47 +42,6 @@ PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoin
 SECTIONS = (*PLAIN, "task", "model", "criterion", "optimizer", "lr_scheduler")
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint, read with torch's safe loading.
-
-    Raises: ValueError, one sentence, if it is absent, damaged or not a checkpoint of fairseq.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a checkpoint in it")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
-    torch.serialization.add_safe_globals(ALLOWED)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises various types
-        raise ValueError(
-            f"{path} does not load: it is damaged, or contains Python objects that could run code "
-            f"({type(error).__name__})"
-        ) from None
-    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
-        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
-    return state
-
-
-def load_sound(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint after verifying the checksums of its archive.
-
-    torch does not verify them, so damaged weights load without an error.
-
-    Raises: ValueError, one sentence, as :func:`load` does, and for a wrong checksum.
-    """
-    state = load(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    return state
-
-
 def require_model(path: Path, *archs: str) -> dict[str, Any]:
     """Return the content of an undamaged checkpoint of one of ``archs`` or one of their presets.
 
@@ -91,11 +51,7 @@ def require_model(path: Path, *archs: str) -> dict[str, Any]:
     found = str(options(state).get("model._name"))
     if not any(found == arch or found.startswith(f"{arch}_") for arch in archs):
         raise ValueError(f"{path} is a checkpoint of {found}, not of {' or '.join(archs)}")
-    for name, tensor in state["model"].items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(
-                f"{path} is of a diverged training: {name} contains values that are not finite"
-            )
+    require_finite(path, state["model"])
     return state
 
 
@@ -117,6 +73,13 @@ def updates(state: dict[str, Any]) -> int:
 def seconds(state: dict[str, Any]) -> float:
     """Return the seconds of training before it was saved, in tenths, at least 0.1."""
     return max(0.1, round(float(state["extra_state"]["previous_training_time"]), 1))
+
+
+def speed(state: dict[str, Any]) -> float | None:
+    """Return training tokens per second since the start of the checkpoint's epoch, if it counts."""
+    meters = {name: values for _, name, _, values in state["extra_state"]["metrics"]["train"]}
+    tokens, seconds = meters["wps"]["n"], meters["wps"]["init"]
+    return round(tokens / seconds, 1) if tokens and seconds else None
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
@@ -202,9 +165,7 @@ def remove(folder: Path, names: str = "checkpoint*.pt*") -> None:
 
 def remember_dictionaries(folder: Path, data: Path) -> None:
     """Store the checksums of the dictionaries of ``data`` in a folder of checkpoints."""
-    home = first_shard(data)
-    found = {p.relative_to(home).as_posix(): _sha256(p) for p in sorted(home.rglob("dict*.txt"))}
-    write_json(folder / DICTIONARIES, found)
+    write_json(folder / DICTIONARIES, dictionaries.checksums(first_shard(data)))
 
 
 def same_dictionary(
@@ -225,28 +186,44 @@ def same_dictionary(
     if not dictionary.is_file():
         return False
     weight = state["model"].get(embedding)
-    if weight is not None and len(dictionary_words(dictionary)) + SPECIALS + added != len(weight):
+    size = len(dictionaries.words(dictionary)) + SPECIALS + added
+    if weight is not None and size != len(weight):
         return False
     name = name or dictionary.name
-    kept = read_json(checkpoint.with_name(DICTIONARIES)).get(name)
-    there = ROOT / str(options(state).get("task.data", "")).split(":")[0] / name
-    trained = kept or (_sha256(there) if there.is_file() else "")
+    recorded = {**read_json(checkpoint.with_name(DICTIONARIES)), **state.get(dictionaries.KEY, {})}
+    trained = recorded.get(name) or _in_training_data(checkpoint, state, dictionary, name)
     if not trained:
         say(
-            f"{checkpoint} does not record the words of its dictionary, and its training data "
-            f"are gone: only the number of words of {dictionary} was compared"
+            f"{checkpoint} does not record the words of its dictionary: only the number of words "
+            f"of {dictionary} was compared"
         )
-    return trained in ("", _sha256(dictionary))
+    return trained in ("", dictionaries.checksum(dictionary))
 
 
-def dictionary_words(dictionary: Path) -> list[str]:
-    """Return the symbols of a ``dict.txt`` in order."""
-    lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    return [line.rpartition(" ")[0] for line in lines]
+def _in_training_data(checkpoint: Path, state: dict[str, Any], dictionary: Path, name: str) -> str:
+    """Return the checksum of a dictionary in the data of the training; empty if there is none.
+
+    ``dictionary`` itself proves nothing: the data may have been prepared again in their folder.
+    """
+    trained = options(state)
+    data = str(trained.get("task.data", "")).split(":")[0]
+    for folder in _started_in(checkpoint, str(trained.get("checkpoint.save_dir", ""))):
+        there = folder / data / name
+        if data and there.is_file():
+            return "" if there.samefile(dictionary) else dictionaries.checksum(there)
+    return ""
 
 
-def _sha256(dictionary: Path) -> str:
-    return hashlib.sha256("\n".join(dictionary_words(dictionary)).encode()).hexdigest()
+def _started_in(checkpoint: Path, save_dir: str) -> list[Path]:
+    """Return the folder from which relative paths of a training count, or those that may be it.
+
+    A checkpoint in a relative ``save_dir`` names the folder. One that was moved does not.
+    """
+    folder, below = checkpoint.absolute().parent.parts, Path(os.path.normpath(save_dir)).parts
+    above = len(folder) - len(below)
+    if save_dir and folder[above:] == below:
+        return [Path(*folder[:above])]
+    return [Path.cwd(), ROOT]
 
 
 def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from lrpe_fairseq.errors import BAD_INPUT
+from lrpe_fairseq.errors import BAD_INPUT, missing_extra
 
 STARTED_IN = "LRPE_STARTED_IN"
 """Environment variable: the folder from which the user called a script, before its cd."""
@@ -22,7 +22,8 @@ class UserError(Exception):
 def command(name: str) -> Callable[[Main], Callable[..., int]]:
     """Decorate the ``main`` of a command: errors for users become one line and status 2.
 
-    Errors for users are UserError, ValueError and OSError. Any other exception keeps its
+    Errors for users are UserError, ValueError, OSError and a module that an extra of this package
+    installs. Any other exception keeps its
     traceback. ``main`` returns its exit status; None counts as 0. A command whose reader has ended,
     such as ``head``, ends silently.
     """
@@ -41,6 +42,8 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
                 # Otherwise Python fails again at exit, when it flushes standard output.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return NO_READER
+            except ModuleNotFoundError as error:
+                return refused_without(name, error)
             except (UserError, ValueError, OSError) as error:
                 said = " ".join(str(error).split()) or type(error).__name__
                 print(f"{name}: {said}", file=sys.stderr)
@@ -51,6 +54,18 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
         return guarded
 
     return decorate
+
+
+def refused_without(name: str, error: ModuleNotFoundError) -> int:
+    """Say which extra the command ``name`` needs; return its exit status.
+
+    Raises: the error itself, for a module that belongs to no extra.
+    """
+    sentence = missing_extra(error)
+    if not sentence:
+        raise error
+    print(f"{name}: {sentence}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def format_duration(seconds: float) -> str:

@@ -1,4 +1,7 @@
-"""Parse fairseq's output: training logs in JSON format, eval-lm and validate.
+"""Parse fairseq's output: training logs, eval-lm and validate.
+
+The lines of a training log are those of ``common.log_format`` ``json`` or ``simple`` (fairseq's
+default when it writes to a file), in the format of fairseq's log or in that of hydra.
 
 Validation losses are means per token in base 2, as fairseq prints them; perplexity is 2 to the
 loss.
@@ -13,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LINE = re.compile(r"\b(train_inner|valid)\b[ :|]+(\{.*\})\s*$")
+SOURCE = r"\b(train_inner|valid)\b[][A-Z :|-]+"  # the logger, and what stands before its message
+JSON = re.compile(SOURCE + r"(\{.*\})\s*$")
+SIMPLE = re.compile(SOURCE + r"epoch \d+(?:: +\d+ / \d+ | \| valid on '\w+' subset \| )(.*)\n$")
+PAIR = re.compile(r"(\w+)[= ]([^\s,]+)")
 TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
 LOSS = re.compile(r"Loss \(base 2\): ([-\d.einfa]+), Perplexity")
 INFINITE = "skipping tokens with inf scores"  # fairseq-eval-lm counts them, without their loss
@@ -49,7 +55,7 @@ class TrainingLog:
     def tokens_per_second(self) -> float:
         """Return the median speed after the first tenth. Raises: ValueError for an empty log."""
         if not self.inner:
-            raise ValueError("the training log has no train_inner line; was log_format json?")
+            raise ValueError("the training log has no train_inner line")
         last = max(self.inner)
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
         return round(statistics.median(speed for speed in speeds if speed > 0), 1)
@@ -64,9 +70,9 @@ class TrainingLog:
 
 
 def read_training_log(path: Path) -> TrainingLog:
-    """Read a log of ``common.log_format: json``; a later line replaces one of the same update."""
+    """Read a log; a later line replaces one of the same update. Empty without a file or a line."""
     log = TrainingLog({}, {})
-    for kind, values in _entries(path.read_text(encoding="utf-8", errors="replace")):
+    for kind, values in _entries(_text(path)):
         if kind == "valid":
             log.valid[int(values["valid_num_updates"])] = values
         else:
@@ -76,14 +82,14 @@ def read_training_log(path: Path) -> TrainingLog:
 
 def million_parameters(path: Path) -> float | None:
     """Return the number of the model's parameters, in millions; None if the log lacks it."""
-    found = PARAMETERS.search(path.read_text(encoding="utf-8", errors="replace"))
+    found = PARAMETERS.search(_text(path))
     return int(found[1].replace(",", "")) / 1e6 if found else None
 
 
 def served(path: Path) -> dict[str, list[str]]:
     """Return which forms computed each attention, as ``kernels.loader.log_served`` has logged."""
     found: dict[str, set[str]] = {}
-    for what, form in SERVED.findall(path.read_text(encoding="utf-8", errors="replace")):
+    for what, form in SERVED.findall(_text(path)):
         found.setdefault(what, set()).add(form)
     return {what: sorted(forms) for what, forms in found.items()}
 
@@ -150,6 +156,14 @@ def parse_validation(log: Path, split: str) -> dict[str, float]:
     return {n.removeprefix(f"{split}_"): float(v) for n, v in values.items() if n != "epoch"}
 
 
+def _text(path: Path) -> str:
+    """Return a log; empty without a log."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _tail(path: Path) -> str:
     """Return the end of a log; empty without a log."""
     try:
@@ -161,8 +175,29 @@ def _tail(path: Path) -> str:
 
 
 def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:
-    found = []
-    for match in filter(None, map(LINE.search, text.splitlines())):
-        with contextlib.suppress(ValueError):  # of a line that was truncated by a kill
-            found.append((match[1], json.loads(match[2])))
-    return found
+    """Return the logger and the values of every whole line with statistics."""
+    found = map(statistics_of, text.splitlines(keepends=True))
+    return [entry for entry in found if entry is not None]
+
+
+def statistics_of(line: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the logger and the values of a line, or None without statistics or if it was cut."""
+    with contextlib.suppress(ValueError, KeyError):  # of a line that was truncated by a kill
+        if match := JSON.search(line):
+            return match[1], json.loads(match[2])
+        if match := SIMPLE.search(line):
+            return match[1], _simple(match[1], match[2])
+    return None
+
+
+def _simple(kind: str, text: str) -> dict[str, str]:
+    """Return the values of a line in the format ``simple``, by their names in the format ``json``.
+
+    Raises: ValueError or KeyError if the number of updates is missing or truncated.
+    """
+    values = dict(PAIR.findall(text))
+    int(values["num_updates"])
+    if kind == "valid":
+        return {f"valid_{name}": value for name, value in values.items()}
+    values["wall"]  # the last one
+    return values

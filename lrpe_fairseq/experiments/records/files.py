@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from lrpe_fairseq.experiments.records.console import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,7 +104,8 @@ def load_config(path: Path) -> Any:
     An unchanged file is parsed only once, and the result is read-only. Raises: ValueError for
     invalid YAML or a missing task.
     """
-    from omegaconf import OmegaConf  # data preparation uses this module without omegaconf
+    import yaml  # data preparation uses this module without yaml and omegaconf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from lrpe_fairseq import patterns
-from lrpe_fairseq.encodings import canonical_name
+from lrpe_fairseq.encodings import canonical_name, options_of_encodings, options_read_by
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.records.layout import (
     HALVES,
     PARTS,
@@ -32,6 +33,14 @@ LIMITS = ("dataset.max_tokens", "dataset.batch_size")
 FREQUENCY = "optimization.update_freq"
 WORLD = "distributed_training.distributed_world_size"
 ABSENT = object()
+CROSS = "model.cross."
+STOCK = {
+    "attention_type": "softmax",
+    "position_encoding": "none",
+    "attention_window": "0",
+    "attention_parts": "none",
+}
+"""The options of cross-attention that is fairseq's own."""
 
 
 class Key(NamedTuple):
@@ -102,7 +111,8 @@ def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     Limits of a batch are those of an update over all processes. A list of one value, such as
     fairseq's learning rate per epoch, is returned as that value. ``model.*.key`` is the option of
     encoder, decoder and perhaps cross-attention if they have the same value; otherwise the result
-    is a dictionary, which equals no value of a table.
+    is a dictionary, which equals no value of a table. Parts that do not read the option do not
+    count.
     """
     if name in LIMITS:
         whole = [int(size) for size in sizes(config, name)]
@@ -111,8 +121,39 @@ def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     found = {part: _single(value) for part, value in found.items() if value is not ABSENT}
     if not found:
         return default
+    if "*" in name:
+        skipped = unread(config)
+        read = {p: v for p, v in found.items() if name.replace("*", p) not in skipped}
+        found = read or found
     first, *others = found.values()
     return found if any(other != first for other in others) else first
+
+
+def unread(config: Mapping[str, Any]) -> set[str]:
+    """Return the options of the model of a run that nothing reads.
+
+    They are those of encodings that the part does not have, and in ``lrpe_transformer`` all of a
+    cross-attention that is fairseq's own, but those that make it so.
+    """
+    found = set()
+    for section in ("model.", *(f"model.{part}." for part in PARTS)):
+        names = str(config.get(f"{section}position_encoding") or "")
+        own = {name.removeprefix(section) for name in config if name.startswith(section)}
+        if section == CROSS and all(config.get(CROSS + n, v) == v for n, v in STOCK.items()):
+            found |= {section + name for name in own if names and name not in STOCK}
+        elif names:
+            found |= {section + name for name in own & _unread_by(names)}
+    return found
+
+
+@lru_cache(maxsize=256)
+def _unread_by(pattern: str) -> frozenset[str]:
+    """Return the options of encodings that those of a pattern do not read."""
+    known = options_of_encodings().keys()
+    try:
+        return known - frozenset().union(*map(options_read_by, patterns.values(pattern)))
+    except ChoiceError:  # a run with an encoding that no longer exists
+        return frozenset()
 
 
 def comparable(name: str, value: Any) -> Any:

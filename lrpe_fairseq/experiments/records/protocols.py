@@ -41,9 +41,10 @@ BREAK = 0.1  # nats
 Metrics = Mapping[str, float]
 FORMS = (
     "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L, documents-L, "
-    "repeated-D, each also with context scaling by a factor F: +linear-F, +ntk-F, +yarn-F"
+    "repeated-D, each also with context scaling by a factor F: +linear-F, +ntk-F, +yarn-F, "
+    "+yarn-printed-F"
 )
-SCALED = re.compile(r"(linear|ntk|yarn)-([1-9]\d*(?:\.\d*[1-9])?)")
+SCALED = re.compile(r"(linear|ntk|yarn|yarn-printed)-([1-9]\d*(?:\.\d*[1-9])?)")
 """What follows ``+`` in the name of a protocol with context scaling."""
 
 

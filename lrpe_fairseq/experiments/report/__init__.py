@@ -1,8 +1,16 @@
 """Pages, tables and pictures from the run files."""
 
+from collections.abc import Iterable
+from pathlib import Path
 
-def render() -> int:
-    """Write the parts ``results`` and ``choosing`` of the pages; return the exit status.
+from lrpe_fairseq.experiments.records.files import ROOT
+
+
+def render(table: str, new: Iterable[Path] = ()) -> int:
+    """Write the pages of all tables, and the pictures of one; return the exit status.
+
+    A picture depends on the versions of the libraries that draw it, so those of other tables are
+    drawn only if they show a run file of ``new``. ``make docs`` draws all.
 
     Training needs none of the libraries of this package, so without them one line says what is
     missing.
@@ -12,4 +20,6 @@ def render() -> int:
     except ImportError as error:
         print(f"no pages: {error.name} is not installed (pip install -e '.[experiments]')")
         return 0
-    return docs.main(["results", "choosing"])
+    home = ROOT / "results" / "runs"
+    own = {path.relative_to(home).as_posix() for path in new if path.is_relative_to(home)}
+    return docs.main_of_table(table, own)

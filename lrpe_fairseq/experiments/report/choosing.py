@@ -14,10 +14,12 @@ import yaml
 from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.layout import ANY, Table
 from lrpe_fairseq.experiments.report import evidence, frame, markdown, orders, plots, speed
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results
+from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Wanted
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
 LENGTHS = {"extrapolation": (128, 256, 512, 1024, 2048), "books": (512, 1024, 2048, 4096, 8192)}
+CATALOGUE = "catalogue"
+"""The table with the perplexities in the picture of the speed."""
 HIGHEST = 200.0
 """The highest perplexity in the picture."""
 CURVES = {
@@ -27,9 +29,9 @@ CURVES = {
                 "FoX, open", "Type2, gated, open", "stick-breaking"],
 }  # fmt: skip
 GROUPS = {
-    "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "budget", "books",
-                        "tmlr-table2", "tmlr-table5", "table5", "hybrid-lm",
-                        "packed", "context-scaling", "parts", "dependent"],
+    "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "angles", "contrast",
+                        "budget", "medium", "books", "tmlr-table2", "tmlr-table5", "table5",
+                        "hybrid-lm", "packed", "context-scaling", "parts", "dependent"],
     "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
                                         "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
@@ -45,14 +47,18 @@ def pages(root: Path) -> dict[str, str]:
     return {**answers, INDEX: index(results)}
 
 
-def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """Return path -> function that draws the picture."""
+def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
+    """Return path -> function that draws the picture, of all or of those with wanted groups."""
     results, folder = frame.results(root), "results/figures/"
     if not _is_measured(results):
         return {}
-    found = {f"{folder}choosing-speed.png": partial(draw_speed, results=results)}
-    for table in filter(results.sheets_of, LENGTHS):
-        found[f"{folder}{table}-lengths.png"] = partial(draw_lengths, results=results, table=table)
+    found = {}
+    if any(map(wanted, results.sheets_of(CATALOGUE))):
+        found[f"{folder}choosing-speed.png"] = partial(draw_speed, results=results)
+    for table in LENGTHS:
+        if any(map(wanted, results.sheets_of(table))):
+            draw = partial(draw_lengths, results=results, table=table)
+            found[f"{folder}{table}-lengths.png"] = draw
     return found
 
 
@@ -246,7 +252,7 @@ def draw_speed(path: Path, results: Results) -> None:
     x, y = "training speed on a GPU over Base's (*: before the flash kernel)", "perplexity"
     panels = []
     for attention in ("linear", "softmax"):
-        view = results.column("catalogue", f"{attention}-valid")
+        view = results.column(CATALOGUE, f"{attention}-valid")
         most = 2 * view.mean(view.ranked()[0])
         points = {}
         for row in (row for row in view.ranked() if view.mean(row) < most):

@@ -7,14 +7,22 @@ function that draws it). Every number comes from a run file, a configuration or 
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 
-from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.console import command, refused_without
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import choosing, gallery, pages, speed
 
+try:
+    from lrpe_fairseq.experiments.report import choosing, frame, gallery, pages, speed
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(refused_without("docs", error))
+
+Draw = Callable[[Path], None]
+"""Draws a picture to a path."""
 PARTS: dict[str, ModuleType] = {
     "results": pages,
     "choosing": choosing,
@@ -41,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     parts = options.parts or list(PARTS)
     if not options.check:
-        return write(options.root, parts)
+        return write(options.root, parts, lambda: pictures(options.root, parts))
     if found := stale(options.root, parts):
         print(f"docs: stale: {', '.join(found)}; run 'make docs'", file=sys.stderr)
     return 1 if found else 0
@@ -52,15 +60,33 @@ def render(root: Path, parts: Iterable[str]) -> dict[str, str]:
     return {path: text for part in parts for path, text in PARTS[part].pages(root).items()}
 
 
-def pictures(root: Path, parts: Iterable[str]) -> dict[str, Callable[[Path], None]]:
+def pictures(root: Path, parts: Iterable[str]) -> dict[str, Draw]:
     """Return path relative to ``root`` -> function that draws the picture."""
     return {path: draw for part in parts for path, draw in PARTS[part].pictures(root).items()}
 
 
-def write(root: Path, parts: Iterable[str]) -> int:
-    """Write the pages and pictures of ``parts``; return 0."""
+def pictures_of(root: Path, table: str, new: Collection[str]) -> dict[str, Draw]:
+    """Return, as :func:`pictures`, the pictures of ``table`` and those that show a run of ``new``.
+
+    new: run files, by their paths relative to results/runs.
+    """
+
+    def wanted(sheet: frame.Sheet) -> bool:
+        return sheet.table.name == table or not sheet.runs.keys().isdisjoint(new)
+
+    return {**pages.pictures(root, wanted), **choosing.pictures(root, wanted)}
+
+
+@command("docs")
+def main_of_table(table: str, new: Collection[str] = (), root: Path = ROOT) -> int:
+    """Write the pages of all tables after some runs, and :func:`pictures_of` them; return 0."""
+    return write(root, ("results", "choosing"), lambda: pictures_of(root, table, new))
+
+
+def write(root: Path, parts: Iterable[str], drawn: Callable[[], dict[str, Draw]]) -> int:
+    """Write the pages of ``parts`` and the pictures that ``drawn`` returns; return 0."""
     print("docs: reading the runs", flush=True)
-    texts, drawings = render(root, parts), pictures(root, parts)  # before anything is written
+    texts, drawings = render(root, parts), drawn()  # before anything is written
     for path, text in texts.items():
         (root / path).write_text(text, encoding="utf-8")
     for count, (path, draw) in enumerate(drawings.items(), 1):

@@ -35,6 +35,10 @@ CONTENT = ("linear", "content", "Type2, content", "RoPE, content")
 LAYERNORM = ("linear", "layernorm", "Type2-LN", "RoPE-LN")
 BARE = ("linear", "none", "Type2, none", "RoPE, none")
 SOFTMAX = ("softmax", "", "Type2", "RoPE")
+FLOORED = ("linear", "rotated", "Type2, floor", "RoPE, floor")
+FLOORED_CONTENT = ("linear", "content", "Type2, content, floor", "RoPE, content, floor")
+FLOORED_LAYERNORM = ("linear", "layernorm", "Type2-LN, floor", "RoPE-LN, floor")
+FLOORED_SOFTMAX = ("softmax", "", "Type2, floor", "RoPE, floor")
 PLACES = (
     Place(
         "WikiText-2, 1,800 updates",
@@ -42,6 +46,13 @@ PLACES = (
         "small",
         ("blocks-128", "paired-512", "paired-2048"),
         (SOFTMAX, ROTATED, CONTENT, LAYERNORM, BARE),
+    ),
+    Place(
+        "WikiText-2, 1,800 updates, `angle-floor turn`",
+        "angles",
+        "small",
+        ("paired-128", "paired-512", "paired-2048"),
+        (FLOORED_SOFTMAX, FLOORED, FLOORED_CONTENT, FLOORED_LAYERNORM),
     ),
     Place(
         "WikiText-2, 1,800 updates, sinusoidal positions too",
@@ -56,6 +67,13 @@ PLACES = (
         "annealed",
         ("16200", "", ""),
         (SOFTMAX, ROTATED),
+    ),
+    Place(
+        "WikiText-2, 16,200 updates, `angle-floor turn`",
+        "angles",
+        "long",
+        ("paired-128", "paired-512", "paired-2048"),
+        (FLOORED,),
     ),
     Place(
         "WikiText-2, 16,200 updates",

@@ -390,6 +390,10 @@ class Sheet:
         return {seed: name for seed, (_, name) in ranked.items()}
 
 
+Wanted = Callable[[Sheet], bool]
+"""True for the groups of runs whose pictures are drawn."""
+
+
 def _value(run: Run, column: Column) -> float | None:
     if not column.split:
         return run.get(column.metric)

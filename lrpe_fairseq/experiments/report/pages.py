@@ -22,7 +22,7 @@ from lrpe_fairseq.experiments.report import (
     speed,
     yardsticks,
 )
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet
+from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet, Wanted
 
 FOLDER = "results"
 FEWEST = 4
@@ -57,10 +57,10 @@ def pages(root: Path) -> dict[str, str]:
     return found
 
 
-def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
-    """Return path -> function that draws the picture of every group."""
+def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
+    """Return path -> function that draws the picture of every group, or of the wanted ones."""
     results = frame.results(root)
-    every = [(sheet, results.headlines(sheet)) for sheet in results.sheets]
+    every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
     return {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
@@ -123,7 +123,11 @@ def _rows(table: Table, view: ColumnView) -> str:
 
 
 def _seeds(view: ColumnView) -> str:
-    return f"{view.seeds} seed{'s' if view.seeds != 1 else ''}"
+    """Return the number of seeds; its span if rows differ."""
+    counts = {len(view.cells[row]) for row in view.ranked()}
+    low, high = min(counts), max(counts)
+    span = str(low) if low == high else f"{low} to {high}"
+    return f"{span} seed{'s' if high != 1 else ''}"
 
 
 def _against_baseline(view: ColumnView, base: str) -> str:

@@ -6,24 +6,43 @@ libraries.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.report.frame import ColumnView, public_name
 
-PROMINENT = (
-    "none", "rope", "lrpe-type2", "permuteformer", "alibi", "fox", "stick-breaking", "t5",
-    "kerple-log", "lrpe-type4",
-)  # fmt: skip
-"""Methods that have a color of their own; the others share these."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LOOKS = {
+    "o": "none rope lrpe-type2 permuteformer alibi fox stick-breaking t5 kerple-log lrpe-type4",
+    "s": "spe transformer-xl lrpe-type1 lrpe-type3 lrpe-type5 lrpe-type6 lrpe-type7 lrpe-type8 "
+    "lrpe-tmlr-type1",
+    "^": "- path cosformer rope-2d rope-2d-mixed liere comrope-ap comrope-ld fope ape",
+    "D": "ape-tree kerple-power sandwich fire cape-alibi cape-kerple cape-fire shaw deberta cope",
+    "v": "tape",
+}
+"""Marker -> the methods that have it, in the order of matplotlib's colors; "-" is free.
+
+A method keeps its place for ever, so that its pictures do not change. One that is not here has a
+place of SPARE, by its name: it needs no entry, and may get one.
+"""
+COLORS = 10
+PLACES = {
+    name: (f"C{color}", marker)
+    for marker, names in LOOKS.items()
+    for color, name in enumerate(names.split())
+}
+SPARE = [(f"C{color}", marker) for marker in "PX<>ph*d" for color in range(COLORS)]
 DASHES = {"layernorm": "--", "content": ":", "none": "-.", "no positions": "--"}
 """Line of a variant of a method."""
 NGRAMS, CACHED = "n-grams", "n-grams and cache"
 """Names of the yardsticks in a picture."""
+GREY = {
+    NGRAMS: {"color": "grey", "marker": "", "linestyle": "--"},
+    CACHED: {"color": "grey", "marker": "", "linestyle": ":"},
+}
+"""Styles of the yardsticks: no method is grey."""
 LONG = 2.0
 """A panel of perplexities whose largest is this many times the smallest is logarithmic."""
 TICKS = {
@@ -71,25 +90,47 @@ def save(figure: Any, path: Path) -> None:
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def style(method: str) -> dict[str, Any]:
-    """Return color, marker and dash of a method; hollow: gates, half: path and selective.
+def styles(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return color, marker and dash of every method of a picture, by its name.
 
-    N-grams are grey.
+    Different encodings have another color or marker. One has the same in every picture; if two that
+    are not in LOOKS meet at one place of SPARE, the second takes the next place. Hollow: gates,
+    half: path and selective. The yardsticks have the styles of GREY.
     """
-    if method in (NGRAMS, CACHED):
-        return {"color": "grey", "marker": "", "linestyle": "--" if method == NGRAMS else ":"}
-    encoding, *variant = method.rstrip("*").partition(" (")[0].split(", ")
-    name = public_name(
-        encoding.removeprefix("gated:").removeprefix("path:").removeprefix("selective:")
-    )
-    names = [*PROMINENT, *(other for other in ENCODINGS if other not in PROMINENT)]
-    place = names.index(name) if name in names else -1
-    marker = MARKERS[place // len(PROMINENT) % len(MARKERS)]
+    shown = dict.fromkeys(methods)
+    encodings = {method: _base(method) for method in shown if method not in GREY}
+    places = dict(PLACES)
+    for name in sorted(set(encodings.values()) - PLACES.keys()):
+        first = zlib.crc32(name.encode()) % len(SPARE)
+        free = (own for own in (*SPARE[first:], *SPARE[:first]) if own not in places.values())
+        places[name] = next(free, SPARE[first])
+    own = {method: _style(method, *places[name]) for method, name in encodings.items()}
+    return {method: own.get(method) or dict(GREY[method]) for method in shown}
+
+
+def _base(method: str) -> str:
+    """Return the name of a method's encoding, without its gates and path."""
+    encoding = _parts(method)[0].removeprefix("gated:").removeprefix("path:")
+    return public_name(encoding.removeprefix("selective:"))
+
+
+def _parts(method: str) -> list[str]:
+    """Return the encoding of a method and its variants."""
+    return method.rstrip("*").partition(" (")[0].split(", ")
+
+
+def _style(method: str, color: str, marker: str) -> dict[str, Any]:
+    encoding, *variant = _parts(method)
     dash = next((DASHES[word] for word in variant if word in DASHES), "-")
     hollow = {"markerfacecolor": "white"} if encoding.startswith("gated:") else {}
     hollow |= {"fillstyle": "left"} if "path:" in encoding else {}
     hollow |= {"fillstyle": "bottom"} if "selective:" in encoding else {}
-    return {"color": f"C{place % len(PROMINENT)}", "marker": marker, "linestyle": dash, **hollow}
+    return {"color": color, "marker": marker, "linestyle": dash, **hollow}
+
+
+def _styles_of(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
+    """Return the styles of the methods of all panels."""
+    return styles(method for panel in panels for method in panel.rows)
 
 
 def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, list[Any]]:
@@ -112,12 +153,13 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
     labels = [[name.replace(" (", "\n(") for name in panel.rows] for panel in panels]
     tallest = max(len("\n".join(names).splitlines()) for names in labels)
     figure, every = _axes(panels, 5.2, 1.2 + 0.2 * tallest)
+    shown = _styles_of(panels)
     for axes, panel, names in zip(every, panels, labels, strict=True):
         points = [point(0, values) for values in panel.rows.values()]
         for place, (method, found) in enumerate(zip(panel.rows, points, strict=True)):
             _, mean, low, high = found
             spread = [[mean - low], [high - mean]]
-            axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **style(method))
+            axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **shown[method])
         axes.set_yticks(range(len(points)), names, fontsize=8)
         axes.set_ylim(len(points) - 0.5, -0.5)
         _mark(axes, panel.marks, "x")
@@ -130,9 +172,10 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
 def points(path: Path, panels: Sequence[Panel]) -> None:
     """Draw a labeled point per method. rows: method -> (x, y)."""
     figure, every = _axes(panels, 5.6, 5.0)
+    shown = _styles_of(panels)
     for axes, panel in zip(every, panels, strict=True):
         for method, (x, y) in panel.rows.items():
-            axes.plot([x], [y], markersize=6, **style(method))
+            axes.plot([x], [y], markersize=6, **shown[method])
         for which, values in zip("xy", zip(*panel.rows.values(), strict=True), strict=True):
             marks = panel.marks.values() if which == "y" else ()
             _scale(axes, [*values, *marks], panel.kind, which)
@@ -148,10 +191,11 @@ def lines(path: Path, panels: Sequence[Panel], mark: float, most: float) -> None
     that is shown; curves above it leave the picture.
     """
     figure, every = _axes(panels, 5.6 + 1.8 / len(panels), 4.4)
+    shown = _styles_of(panels)
     handles: dict[str, Any] = {}
     for axes, panel in zip(every, panels, strict=True):
         for method, curve in panel.rows.items():
-            handles.setdefault(method, _line(axes, method, curve))
+            handles.setdefault(method, _line(axes, shown[method], curve))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         means = [mean for curve in panel.rows.values() for _, mean, *_ in curve]
@@ -175,9 +219,8 @@ def axis(view: ColumnView) -> str:
     return f"{name}, {view.column.better} is better"
 
 
-def _line(axes: Any, method: str, curve: Sequence[Point]) -> Any:
+def _line(axes: Any, shown: Mapping[str, Any], curve: Sequence[Point]) -> Any:
     xs, means, low, high = zip(*curve, strict=True)
-    shown = style(method)
     axes.fill_between(xs, low, high, color=shown["color"], alpha=0.2, linewidth=0)
     return axes.plot(xs, means, markersize=5, linewidth=1.3, **shown)[0]
 
@@ -203,7 +246,7 @@ def _logarithmic(axes: Any, which: str, values: Sequence[float]) -> None:
 def _mark(axes: Any, marks: Mapping[str, float], which: str) -> None:
     """Draw a labeled line at every value of ``marks``, across the axis ``which``."""
     for name, value in marks.items():
-        line = {"color": "grey", "linewidth": 0.8, "linestyle": style(name)["linestyle"]}
+        line = {"color": "grey", "linewidth": 0.8, "linestyle": GREY[name]["linestyle"]}
         line["zorder"] = 0
         (axes.axvline if which == "x" else axes.axhline)(value, **line)
         text = {"fontsize": 7, "color": "grey", "clip_on": True}

@@ -6,7 +6,6 @@ checkpoint copies the newest common one of another run of its experiment. The tr
 that it would have been from its first update; ``wall_seconds`` count the copied updates too.
 """
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,11 +73,10 @@ def _until(log: str, updates: int) -> list[str]:
     """Return the lines of a training log before the first one of a later update."""
     lines = log.splitlines(keepends=True)
     for number, line in enumerate(lines):
-        if found := fairseq_log.LINE.search(line):
-            try:
-                values = json.loads(found[2])
-            except ValueError:  # truncated by a kill
-                continue
-            if int(values.get("num_updates", values.get("valid_num_updates", 0))) > updates:
-                return lines[:number]
+        found = fairseq_log.statistics_of(line)
+        if found is None:
+            continue
+        values = found[1]
+        if int(values.get("num_updates", values.get("valid_num_updates", 0))) > updates:
+            return lines[:number]
     return lines

@@ -82,12 +82,14 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     """Return the options in which ``config``, from a run file, differs from ``settings``.
 
     Batch sizes are compared as tokens or samples per update over all processes, encodings by their
-    canonical names. An option that did not exist when the training ran counts as its default.
+    canonical names. An option that did not exist when the training ran counts as its default. What
+    nothing reads is not compared.
     """
     wanted, usual = options(resolved(settings)), _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}
+    names -= keys.unread(had) & keys.unread(wanted)
     changed = {n for n in names if keys.comparable(n, had[n]) != keys.comparable(n, wanted[n])}
     # a checkpoint may lack what the model reads from its task
     changed -= {n for n in changed if None in (had[n], wanted[n]) and n == "model.max_positions"}

@@ -86,6 +86,7 @@ class Schedule:
         self._attempts: collections.Counter[str] = collections.Counter()
         self._busy: set[str] = set()
         self._done, self._failed = 0, 0
+        self._elsewhere = 0  # finished by other processes in the meantime
         self._guard = threading.Lock()
 
     def run(self) -> int:
@@ -108,10 +109,12 @@ class Schedule:
                 self._events.say("stopping; the same command resumes")
                 self._children.stop()
                 raise
-        failed = self._failed if self._limited else len(self._runs) - self._done
-        left = len(self._runs) - self._done - failed
-        more = f", {left} left for the next call" if left else ""
-        self._events.say(f"{self._done + self._skipped} runs finished, {failed} failed{more}")
+        unfinished = len(self._runs) - self._done - self._elsewhere
+        failed = self._failed if self._limited else unfinished
+        left = unfinished - failed
+        more = f", {self._elsewhere} finished by other processes" if self._elsewhere else ""
+        more += f", {left} left for the next call" if left else ""
+        self._events.say(f"{self._done} runs finished, {failed} failed{more}")
         return failed
 
     def _work(self, devices: Devices) -> None:
@@ -141,9 +144,14 @@ class Schedule:
             update, _ = run.progress()
             self._say(run, f"resumed at {update}" if update else "started")
         begun = time.monotonic()
-        run.work(self._children, devices, functools.partial(self._say, run))
+        worked = run.work(self._children, devices, functools.partial(self._say, run))
         with contextlib.suppress(OSError):
             (run.folder / ERROR).unlink(missing_ok=True)
+        if not worked:
+            with self._guard:
+                self._elsewhere += 1
+            self._say(run, "finished by another process")
+            return
         seconds = time.monotonic() - begun
         with self._guard:
             self._done += 1
@@ -198,7 +206,7 @@ class Schedule:
         eta = format_duration(seconds * left / (done - before)) if done > before else "?"
         with self._guard:
             current = "; ".join("{} {}/{}".format(n, *seen[n]) for n in self._running)
-        ended = self._done + self._failed + self._skipped
+        ended = self._done + self._elsewhere + self._failed + self._skipped
         return f"{ended}/{len(self._runs) + self._skipped} runs, ETA {eta} | {current}"
 
 

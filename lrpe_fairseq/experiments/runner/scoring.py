@@ -187,11 +187,14 @@ def differences(bits: Tensor, blocks: int) -> Metrics:
     """Return ``delta``, the mean of (N,) differences in nats, and its 95 % bootstrap interval.
 
     The interval is over ``blocks`` blocks of equal size, drawn with replacement by a fixed
-    generator.
+    generator. One block has no interval.
     """
+    means = bits.unflatten(0, (blocks, -1)).mean(1) * math.log(2)
+    if blocks == 1:
+        logger.warning("delta has no interval, because the text is one block: use a longer text")
+        return {"delta": means.item()}
     if blocks < FEW:
         logger.warning("the interval of delta is over %d blocks only: use a longer text", blocks)
-    means = bits.unflatten(0, (blocks, -1)).mean(1) * math.log(2)
     draws = torch.randint(blocks, (DRAWS, blocks), generator=torch.Generator().manual_seed(0))
     low, high = means[draws].mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
     return {"delta": means.mean().item(), "delta_low": low, "delta_high": high}

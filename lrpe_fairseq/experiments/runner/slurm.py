@@ -28,7 +28,8 @@ MARGIN = 10
 ACCOUNTING = ("partition", "account", "qos")
 """Settings of every job, also of the one that renders the tables."""
 
-RENDER = "from lrpe_fairseq.experiments import report; raise SystemExit(report.render())"
+RENDER = "from lrpe_fairseq.experiments import report; raise SystemExit(report.render({!r}))"
+"""What a job runs after a table."""
 
 JOB = """#!/usr/bin/env bash
 set -uo pipefail
@@ -145,7 +146,7 @@ def submit(
         *site.options(),
     ]
     job = _sbatch([*array, str(script)])
-    render = shlex.join([sys.executable, "-c", RENDER])
+    render = shlex.join([sys.executable, "-c", RENDER.format(table)])
     after = [f"--dependency=afterany:{job}", f"--job-name=lrpe-{table}-tables"]
     where = [f"--chdir={root}", f"--output={folder}/tables.log"]
     try:

@@ -29,6 +29,7 @@ from lrpe_fairseq.experiments.runner.devices import BIN, Devices
 from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, Shell
 
 Say = Callable[[str], None]
+LOG_FORMAT = "common.log_format"
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,15 @@ class TrainingRun(ABC):
             **self.encoding_choices(),
             "common.seed": str(self.seed),
             "common.tensorboard_logdir": relative(self.folder / "tensorboard"),
+            **self._log_format(),
             "checkpoint.save_dir": relative(self.checkpoints),
             **machine.parse_overrides(self.overrides),
         }
+
+    def _log_format(self) -> dict[str, str]:
+        """Return what makes the training log JSON; empty if the YAML does."""
+        given = OmegaConf.select(self.yaml(), LOG_FORMAT)
+        return {} if given == "json" else {LOG_FORMAT: "json"}
 
     def _path_of_data(self) -> str:
         """Return fairseq's path of the data; while they are not prepared, that of the YAML."""
@@ -320,15 +327,17 @@ class TrainingRun(ABC):
 
         A finished training that lacks evaluations is only evaluated if its checkpoint still exists.
 
-        Returns: False if nothing was trained, for example after another process finished the run.
+        Returns: False if there was nothing to do, because another process has finished the run.
         Raises: UserError, Stopped, or processes.Busy if another process trains this run.
         """
         self.require_inputs()
         with processes.locked(self.folder) as lock:
             run_here = shell(children, devices, lock)
             known = self.recorded()
-            if known and self._complete(known, run_here, say):
+            if known and not self.missing(known):
                 return False
+            if known and self._complete(known, run_here, say):
+                return True
             run = self._with_those_of(known)
             try:
                 self.train(children, devices, lock, say)
@@ -351,8 +360,7 @@ class TrainingRun(ABC):
 
     def _complete(self, known: Run, run: Shell, say: Say) -> bool:
         """Add the missing evaluations to the run file ``known``; False if that is impossible."""
-        if not (missing := self.missing(known)):
-            return True
+        missing = self.missing(known)
         try:
             paths = (self.checkpoints / name for name in (checkpoints.BEST, checkpoints.LAST))
             best, last = map(checkpoints.load_sound, paths)
@@ -447,9 +455,8 @@ class TrainingRun(ABC):
         names = (checkpoints.CRASH,) * 2 if lost else (checkpoints.BEST, checkpoints.LAST)
         best, last = (checkpoints.load(self.checkpoints / name) for name in names)
         log = fairseq_log.read_training_log(self.log)
-        unlogged = lost and not log.inner  # it ended before the first line
         optional = {
-            "tokens_per_second": None if unlogged else log.tokens_per_second(),
+            "tokens_per_second": self._speed(log, None if lost else last),
             "million_parameters": fairseq_log.million_parameters(self.log),
         }
         return {
@@ -468,6 +475,16 @@ class TrainingRun(ABC):
             **environment([self.log, *self.folder.glob("eval*.log")]),
             **runs.provenance(self.folder),
         }
+
+    def _speed(self, log: fairseq_log.TrainingLog, last: Run | None) -> float | None:
+        """Return the speed in the log, or else that in the last checkpoint; None without both.
+
+        A training that diverged may have ended before the first line. A finished one may have
+        logged without statistics (``common.log_format: none``), or its log was deleted.
+        """
+        if log.inner:
+            return log.tokens_per_second()
+        return None if last is None else checkpoints.speed(last)
 
 
 def shell(children: Children, devices: Devices, lock: int | None = None) -> Shell:

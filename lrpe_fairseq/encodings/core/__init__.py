@@ -1,0 +1,1 @@
+"""What all encodings are built from: protocols, forms, options, positions, parameters."""

@@ -1,0 +1,64 @@
+"""The tokens before each token: causal filters and shifts, over padding and in pieces.
+
+Axes: B batch, T time, n number of earlier tokens, C width.
+"""
+
+import torch
+from torch import Tensor
+
+
+def history(
+    x: Tensor,
+    count: int,
+    *,
+    padding: Tensor | None = None,
+    starts: Tensor | None = None,
+    tail: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Return the ``count`` = n real tokens before each token, and the tail for the next piece.
+
+    Args:
+        x: a piece of a text, (B, T, C); T may be smaller than n.
+        padding: bool (B, T), true at padding, which may be anywhere and is skipped; None: none.
+        starts: bool (B, T), true at tokens that begin a document; None: x continues one document.
+        tail: the tail that the previous piece returned, (B, n, C); None at the start of a text.
+            Beam search selects its rows.
+    Returns: [x_(t-1), ..., x_(t-n)], (B, T, C) each, 0 before the start of the document, and the
+        last n tokens of the last document, oldest first. Values at padding have no meaning.
+    """
+    order = None
+    if padding is not None:
+        padding = padding.bool()
+        starts = None if starts is None else starts & ~padding
+        order = padding.byte().argsort(dim=1, stable=True).unsqueeze(-1)  # real tokens first
+        x = x.take_along_dim(order, 1)
+        starts = None if starts is None else starts.take_along_dim(order.squeeze(-1), 1)
+    batch, length, width = x.shape
+    tail = x.new_zeros(batch, count, width) if tail is None else tail
+    if not length:
+        return [x] * count, tail
+    every = torch.cat([tail, x], 1)
+    past = [every[:, count - j : count - j + length] for j in range(1, count + 1)]
+    real = length if padding is None else (~padding).sum(1, keepdim=True)
+    slots = real - count + torch.arange(count, device=x.device).expand(batch, count)
+    tail = every.take_along_dim((slots + count).unsqueeze(-1), 1)
+    if starts is not None:
+        slot = torch.arange(length, device=x.device)
+        begin = torch.where(starts, slot, -count).cummax(1).values  # of the token's document
+        past = [p.masked_fill((slot - begin < j + 1).unsqueeze(-1), 0) for j, p in enumerate(past)]
+        tail = tail.masked_fill((slots < begin[:, -1:]).unsqueeze(-1), 0)
+    if order is not None:
+        back = order.argsort(dim=1)
+        past = [p.take_along_dim(back, 1) for p in past]
+    return past, tail
+
+
+def causal_filter(x: Tensor, weight: Tensor, **given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute y_t = sum_j weight_j x_(t-j), j = 0..n, per feature over real tokens.
+
+    Args: x: (B, T, C). weight: (n + 1, C), that of the newest token first, unlike a convolution's.
+        given: padding, starts and tail of :func:`history`.
+    Returns: (B, T, C), and the tail for the next piece.
+    """
+    past, tail = history(x, len(weight) - 1, **given)
+    return sum((w * p for w, p in zip(weight[1:], past, strict=True)), weight[0] * x), tail

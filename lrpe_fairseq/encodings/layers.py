@@ -1,0 +1,63 @@
+"""The options of encodings in one layer of a stack, read from a model's configuration."""
+
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+from lrpe_fairseq import patterns
+from lrpe_fairseq.encodings import (
+    DEFAULT,
+    EncodingOptions,
+    angles_of,
+    has_rotations,
+    options_of_encodings,
+)
+from lrpe_fairseq.encodings.rotations.angles import AngleOptions
+from lrpe_fairseq.encodings.rotations.scaling import YARN, RotationOptions
+
+
+def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
+    """Return the options of individual encodings of a layer from a model's configuration.
+
+    An option that a checkpoint does not contain yet has its default, and so have those of rotations
+    and of angles in a layer without them, if another layer of the pattern has them. A floor of
+    angles takes its length from ``tokens_per_sample`` unless ``context_length`` is given.
+    """
+    defaults = {name: own.default for name, own in options_of_encodings().items()}
+    defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
+    given = {name: getattr(options, name, default) for name, default in defaults.items()}
+    plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
+    floored = plain["angle_floor"] != "none"
+    if floored and plain["context_scaling"] not in YARN:
+        # yarn needs the length of training even if a longer text is read
+        plain["context_length"] = plain["context_length"] or tokens_per_sample(options)
+    plain |= _defaults_of_other_layers(options, layer)
+    if floored and plain["angle_floor"] == plain["context_scaling"] == "none":
+        plain["context_length"] = 0  # it is that of other layers, and nothing reads it here
+    return EncodingOptions(options.fidelity, **plain)
+
+
+def tokens_per_sample(options: Any) -> int:
+    """Return the tokens of a training block in the options of a language model, 0 for others.
+
+    It is 0, too, in options whose reference to the task is not resolved.
+    """
+    given = getattr(options, "tokens_per_sample", 0) or 0
+    return 0 if isinstance(given, str) and not given.isdigit() else int(given)
+
+
+def _defaults_of_other_layers(options: Any, layer: int) -> dict[str, Any]:
+    """Return the defaults of options that other layers of a pattern have, but not ``layer``."""
+    names = patterns.values(getattr(options, "position_encoding", DEFAULT))
+    own = names[layer % len(names)]
+    conditions = {
+        RotationOptions: has_rotations,
+        AngleOptions: lambda name: bool(angles_of(name)),
+    }
+    found = {}
+    for kind, has in conditions.items():
+        if any(map(has, names)) and not has(own):
+            found |= {field.name: field.default for field in fields(kind)}
+    if angles_of(own) != "learned" and any(angles_of(name) == "learned" for name in names):
+        found["angle_parameter"] = AngleOptions.angle_parameter
+    return found

@@ -1,0 +1,1 @@
+"""Encodings that rotate or permute features: LRPE and its relatives."""

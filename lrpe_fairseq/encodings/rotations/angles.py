@@ -1,0 +1,149 @@
+"""Angles that a training of limited length can teach: a floor, and angles stored as logarithms.
+
+An Adam step of rate eta moves a plain angle by about eta. The slowest angle of RoPE is 1.3e-4 at
+D = 64, so a learned slow angle walks at random, up to about one turn per text of training. Longer
+texts then show phases that training has never seen. A logarithm moves by a share of the angle
+instead, and an angle of 0 shows one phase in texts of any length.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.core.options import EncodingSpec, option
+from lrpe_fairseq.encodings.core.parameters import undecayed
+from lrpe_fairseq.encodings.core.positions import exact_type
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
+from lrpe_fairseq.errors import ChoiceError
+
+FLOORS = ("none", "turn", "clip")
+PARAMETERS = ("plain", "log")
+
+KAPPA = 16.0
+"""kappa in theta = exp(rho / kappa): an Adam step of rate eta changes an angle by eta / kappa of
+itself. The value of GRAPE's code (Zhang et al., 2026)."""
+
+
+@dataclass(frozen=True)
+class AngleOptions:
+    """Options of RoPE and of the LRPE types whose Lambda turns by angles; the others refuse them.
+
+    They are about the angles theta without context scaling, which acts on what remains of them.
+    """
+
+    angle_floor: str = option(
+        "none",
+        "rope and LRPE with rotations: angles that turn less than once in L tokens, L the "
+        "--tokens-per-sample of a language model or --context-length, are fixed at 0 (turn) or "
+        "start at one turn in L (clip)",
+        choices=FLOORS,
+    )
+    angle_parameter: str = option(
+        "plain",
+        "LRPE with learned angles: theta itself (plain) or theta = exp(rho / 16) (log) is learned",
+        choices=PARAMETERS,
+    )
+
+
+class AngleFloor(nn.Module):
+    """What ``--angle-floor`` does to the angles |theta| < 2 pi / L, with L tokens in training.
+
+    "turn" fixes them at 0, in training and in evaluation. "clip" raises them to 2 pi / L at the
+    start; fixed angles stay there. The others are untouched: learned ones are learned freely and
+    may cross 2 pi / L. Which angles are below the floor is decided at the start and saved in the
+    checkpoint with L, so a model that is read with another length keeps them.
+
+    Args:
+        kind: "turn" or "clip". theta: the angles at the start, (E,) float64. length: L.
+    Raises: ChoiceError if L is not known.
+    """
+
+    def __init__(self, kind: str, theta: Tensor, length: int) -> None:
+        super().__init__()
+        if length < 1:
+            raise ChoiceError(
+                f"--angle-floor {kind} needs --context-length, the tokens of a text in training"
+            )
+        self.kind = kind
+        self.register_buffer("turning", theta.abs() * length >= 2 * math.pi)
+        self.register_buffer("length", torch.tensor(length, device="cpu"))
+
+    def forward(self, theta: Tensor) -> Tensor:
+        """Return the angles (E,) after the floor, on the device of ``theta``."""
+        if self.kind == "turn":
+            return self.still(theta)
+        once = 2 * math.pi / int(self.length)
+        return theta.masked_fill(~self.turning.to(theta.device), once)
+
+    def still(self, theta: Tensor) -> Tensor:
+        """Return learned angles (E,): 0, without a gradient, where the floor fixes them at 0."""
+        if self.kind == "clip":
+            return theta
+        return theta.masked_fill(~self.turning.to(theta.device), 0.0)
+
+
+def floor_of(spec: EncodingSpec, theta: Tensor) -> AngleFloor | None:
+    """Return the floor that a user chose for the angles ``theta`` (E,), or None."""
+    kind = spec.options.of(AngleOptions).angle_floor
+    if kind == "none":
+        return None
+    return AngleFloor(kind, theta, spec.options.of(RotationOptions).context_length)
+
+
+def logarithm(theta: Tensor) -> Tensor:
+    """Return rho = kappa log theta, of the shape of ``theta``, whose entries are positive."""
+    return KAPPA * theta.double().log()
+
+
+class Logarithmic(nn.Module):
+    """Mixin of cores with learned angles: theta = exp(rho / kappa), kappa = 16.
+
+    rho is ``log_theta`` in checkpoints, float32, and no Adam decays it. ``theta`` of a checkpoint
+    with plain angles is loaded as kappa log theta.
+
+    With P = I no function is lost, because W_q and W_k can learn to swap the features of a pair,
+    which reverses its angle. Behind a fixed P linear attention loses negative angles.
+
+    Raises: ChoiceError if a checkpoint has angles that are not positive.
+    """
+
+    floor: AngleFloor | None
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Register rho, a float32 parameter; angles fixed at 0 have a rho that is not read."""
+        theta = theta if self.floor is None else self.floor(theta)
+        start = logarithm(theta.masked_fill(theta == 0, 1.0))
+        self.log_theta = undecayed(start.float(), by_any_adam=True)
+        self.cache = None
+        self.register_load_state_dict_pre_hook(_from_plain)
+
+    @property
+    def theta(self) -> Tensor:
+        """The angles without context scaling, (E,), float64 where the device has it."""
+        rho = self.log_theta
+        theta = (rho.to(exact_type(rho.device)) / KAPPA).exp()
+        return theta if self.floor is None else self.floor.still(theta)
+
+    @property
+    def unscaled(self) -> Tensor:
+        """The angles per token before context scaling, (E,), with the floor."""
+        return self.theta
+
+
+def _from_plain(module: Logarithmic, state: dict, prefix: str, *rest: object) -> None:
+    """Replace ``theta`` of a checkpoint by its logarithm; see :class:`Logarithmic`."""
+    theta = state.get(f"{prefix}theta")
+    if theta is None:
+        return
+    still = torch.zeros_like(theta, dtype=torch.bool)
+    if module.floor is not None and module.floor.kind == "turn":
+        still = ~state.get(f"{prefix}floor.turning", ~still)
+    if not (still | (theta > 0)).all():
+        raise ChoiceError(
+            "the checkpoint has learned angles that are not positive, which have no logarithm: "
+            "read it with --angle-parameter plain"
+        )
+    del state[f"{prefix}theta"]
+    state[f"{prefix}log_theta"] = logarithm(theta.masked_fill(still, 1.0)).float()

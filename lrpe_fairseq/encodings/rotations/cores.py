@@ -1,0 +1,408 @@
+"""The position-dependent unitary maps Lambda^(s) of the LRPE family (Eq. 23-25, C.7, C.8).
+
+``core.at(positions, dtype)`` returns the phases or indices, which depend only on the positions.
+``core(planes, core.at(...))`` applies Lambda^(s) to the last axis of every plane (..., T, D).
+"""
+
+import warnings
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrpe_fairseq.encodings.core.forms import Planes
+from lrpe_fairseq.encodings.core.options import EncodingSpec
+from lrpe_fairseq.encodings.core.parameters import undecayed
+from lrpe_fairseq.encodings.core.positions import (
+    PositionCache,
+    check_positions,
+    constant,
+    exact_type,
+    over_heads,
+)
+from lrpe_fairseq.encodings.rotations.angles import AngleFloor, AngleOptions, Logarithmic, floor_of
+from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers, permute
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions, scaled
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
+from lrpe_fairseq.kernels.encode import encode, encode_cpu
+
+BASE = 10000.0
+"""Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
+
+UNTURNED = r",\ \text{and of an odd } D \text{ the last feature does not turn}"
+"""What a rotation of pairs leaves, in LaTeX."""
+
+
+class Rotation(nn.Module):
+    """Lambda^(s) rotates the pair (2i, 2i+1) by s alpha_i, alpha_i = 10000^(-2i/e) (Eq. 24).
+
+    e is the largest even number up to d. If d is odd, the last feature does not turn (q = 1 in
+    Eq. 24), so that its part of a score has no position; the constructor warns of it. Angles are in
+    radians. ``RotationOptions`` changes base, e and angles.
+
+    Args:
+        theta: other frequencies than those of :meth:`frequencies`.
+        floored: True if ``AngleOptions`` is read, as for a core of :data:`CORES`.
+    """
+
+    base: ClassVar[float] = BASE
+    angle_kind: ClassVar[str] = "fixed"
+    """"fixed" or "learned" angles; empty for a core without angles."""
+    scales: ClassVar[str] = "angles"
+    """What context scaling changes, in words; see ``Encoding.scales``."""
+
+    latex = (
+        r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \alpha_i),\ \alpha_i = 10000^{-2i/D}"
+        rf"{UNTURNED}"
+    )
+
+    def __init__(
+        self, spec: EncodingSpec, theta: Tensor | None = None, floored: bool = False
+    ) -> None:
+        super().__init__()
+        self.options, self.width = spec.options.of(RotationOptions), spec.head_dim
+        theta = self.frequencies(spec) if theta is None else theta
+        self.floor: AngleFloor | None = floor_of(spec, theta) if floored else None
+        self.register_frequencies(theta)
+
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return the frequencies without context scaling, (E,) float64, radians per token.
+
+        Raises: ChoiceError if the head width is too small.
+        """
+        if spec.head_dim < 2:
+            raise ChoiceError(f"a rotation needs a head width of at least 2, got {spec.head_dim}")
+        width = self.options.turned(spec.head_dim)
+        if width % 2:
+            warnings.warn(
+                f"a rotation turns pairs of features, so that the last of the {width} features of "
+                "each head does not turn and its part of a score has no position; choose an even "
+                "head width",
+                stacklevel=2,
+            )
+        return self.bands(width)
+
+    def bands(self, width: int) -> Tensor:
+        """Return :func:`bands` with the base that the user chose, or that of the method."""
+        return bands(width, self.options.rotation_base or self.base)
+
+    @property
+    def turned(self) -> int:
+        """The number of features with a cosine and a sine, the first ones of a head."""
+        return self.options.turned(self.width)
+
+    @property
+    def angles(self) -> Tensor:
+        """The angles per token after context scaling, (E,)."""
+        return scaled(self.unscaled, self.options)
+
+    @property
+    def unscaled(self) -> Tensor:
+        """The angles per token before context scaling, (E,), with the floor."""
+        return self.theta
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Store fixed frequencies; casting or broadcasting a buffer would change them."""
+        self.theta = theta
+        self.cache = PositionCache()
+        if self.floor is not None:
+            self.theta_without_floor, self.theta = theta, self.floor(theta)
+            self.register_load_state_dict_post_hook(_apply_loaded_floor)
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex.
+
+        Or for places s, float64 (B, H, T, E) or (B, H, T, 1), which are not cached.
+        """
+        if self.cache is None or positions.is_floating_point():
+            return self.phases(positions, dtype)
+        compute = partial(self.phases, positions, dtype)
+        return self.cache.get((positions, self.theta), dtype, compute)
+
+    def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute the result of :meth:`at`."""
+        angles, device = self.angles, positions.device
+        if positions.is_floating_point() and not angles.requires_grad:  # not cached
+            angles = constant(tuple(angles.tolist()), exact_type(device), device)
+        return phases(positions, angles, dtype)
+
+    def in_kernel(self, device: torch.device) -> encode.Angles | None:
+        """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`at`."""
+        return encode.Angles(constant(tuple(self.angles.tolist()), torch.float64, device))
+
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
+        """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
+        return tuple(rotate_pairs(x, turn) for x in planes)
+
+
+class LearnedRotation(Rotation):
+    """The rotation with learned frequencies, initialized to those of :class:`Rotation`."""
+
+    latex = (
+        r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \theta_i),\ \theta \text{ learned}"
+        rf"{UNTURNED}"
+    )
+    scales = "learned angles"
+    angle_kind = "learned"
+
+    @property
+    def unscaled(self) -> Tensor:
+        """The learned angles, (E,); those that a floor fixes at 0 have no gradient."""
+        return self.theta if self.floor is None else self.floor.still(self.theta)
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
+        self.theta = undecayed((theta if self.floor is None else self.floor(theta)).float())
+        self.cache = None
+
+    def in_kernel(self, device: torch.device) -> encode.Angles:
+        """Return the learned angles."""
+        return encode.Angles(self.angles)
+
+
+class HalfRotation(Rotation):
+    """The rotation of the first e = d // 2 features, rounded up to even (C.7).
+
+    The frequencies are 10000^(-2i/e), as in the pseudo-code (C.8); the text prints 10000^(-2t/d).
+    """
+
+    latex = (
+        r"\Lambda^{(s)} = \mathrm{diag}(R(s\, \alpha_i),\, I),\ \alpha_i = 10000^{-2i/E},\ "
+        r"E = D/2 \text{ features turn}"
+    )
+
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return the frequencies; below width 3 every feature would be rotated."""
+        if spec.head_dim < 3:
+            raise ChoiceError(
+                f"rotation-half needs a head width of at least 3, got {spec.head_dim}"
+            )
+        half = spec.head_dim // 2
+        return self.bands(min(half + half % 2, self.options.turned(spec.head_dim)))
+
+    @property
+    def turned(self) -> int:
+        """Two features for every angle."""
+        return 2 * len(self.theta)
+
+
+class Unitary(Rotation):
+    """Lambda^(s) = diag(exp(i s alpha_t)), alpha_t = 10000^(-2t/d), t = 0..d-1 (Eq. 23).
+
+    A real input becomes complex, so the encoded width doubles.
+    """
+
+    latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \alpha_j},\ \alpha_j = 10000^{-2j/D}"
+
+    def frequencies(self, spec: EncodingSpec) -> Tensor:
+        """Return one frequency for each feature that turns, (E,) float64."""
+        base = self.options.rotation_base or self.base
+        return bands(2 * self.options.turned(spec.head_dim), base**2)
+
+    @property
+    def angles(self) -> Tensor:
+        """The angles per token after context scaling, (D,): 0 for features that do not turn."""
+        angles = super().angles
+        return F.pad(angles, (0, self.width - len(angles)))
+
+    def forward(self, planes: Planes, turn: Tensor) -> Planes:
+        """One or two planes (..., T, D) -> the planes (re, im)."""
+        if len(planes) == 1:
+            return planes[0] * turn.real, planes[0] * turn.imag
+        re, im = planes
+        return re * turn.real - im * turn.imag, re * turn.imag + im * turn.real
+
+
+class LearnedUnitary(Unitary):
+    """The unitary diagonal with learned frequencies (TMLR, Type 1)."""
+
+    latex = r"\Lambda^{(s)} = \mathrm{diag}_j\, e^{i s \theta_j},\ \theta \text{ learned}"
+    scales = "learned angles"
+    angle_kind = "learned"
+
+    unscaled = LearnedRotation.unscaled
+    register_frequencies = LearnedRotation.register_frequencies
+    in_kernel = LearnedRotation.in_kernel
+
+
+class LogRotation(Logarithmic, LearnedRotation):
+    """:class:`LearnedRotation` with ``--angle-parameter log``."""
+
+
+class LogUnitary(Logarithmic, LearnedUnitary):
+    """:class:`LearnedUnitary` with ``--angle-parameter log``."""
+
+
+def _apply_loaded_floor(core: Rotation, keys: object) -> None:
+    """Apply the floor that was loaded from a checkpoint to fixed angles."""
+    core.theta = core.floor(core.theta_without_floor)
+
+
+class Permutation(nn.Module):
+    """Lambda^(s) = (I)_{pi^s}: feature j at position s is feature pi^s(j) (Eq. 25, 59).
+
+    pi is drawn once and saved in the checkpoint.
+    """
+
+    latex = r"\Lambda^{(s)} = \text{permutation } \pi^s"
+    scales = ""
+    angle_kind = ""
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__()
+        draw = torch.randperm(spec.head_dim, generator=spec.generator("permutation"), device="cpu")
+        self.register_buffer("permutation", draw)
+        self.cycles = CyclicPowers()
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the indices of pi^s, (T, D) or (B, 1, T, D)."""
+        return over_heads(self.cycles.powers(self.permutation, positions), positions)
+
+    def in_kernel(self, device: torch.device) -> Tensor:
+        """Return the cycles of pi; see :meth:`Rotation.in_kernel`."""
+        return self.cycles.cycles(self.permutation)
+
+    def forward(self, planes: Planes, power: Tensor) -> Planes:
+        """Permute the last axis of every plane (..., T, D) by ``power``, from :meth:`at`."""
+        return tuple(permute(x, power) for x in planes)
+
+
+def bands(width: int, base: float = BASE) -> Tensor:
+    """Return base^(-2i/w), i = 0..w/2-1, float64, w the even part of ``width``."""
+    pairs = width // 2
+    return base ** (torch.arange(pairs, dtype=torch.float64, device="cpu") / -pairs)
+
+
+def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
+
+    For places s of every pair, float64 (B, H, T, E), it is (B, H, T, E), with gradients of s.
+    The angle (radians) is float64: in float32 it would be off by 6e-3 at position 100,000.
+    """
+    compute = _phases if is_transformed() else _Phases.apply
+    if positions.is_floating_point():
+        return compute(theta, positions, dtype)
+    return over_heads(compute(theta, positions.unsqueeze(-1), dtype), positions)
+
+
+def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute :func:`phases` for theta (H, E) of every head: (H, T, E) or (B, H, T, E)."""
+    turn = phases(positions, theta.flatten(), dtype).unflatten(-1, theta.shape).transpose(-2, -3)
+    return turn.squeeze(1) if positions.dim() == 2 else turn
+
+
+def _phases(theta: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute exp(i s theta), (..., E), for s (..., 1) or (..., E) in differentiable operations."""
+    exact = exact_type(s.device)
+    angle = s.to(exact) * theta.to(exact).to(s.device)
+    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+class _Phases(torch.autograd.Function):
+    """exp(i s theta); with g = Im(conj(phase) gradient), d theta = sum_s s g and d s = theta g.
+
+    Differentiable any number of times, because the saved phase is an output.
+    """
+
+    @staticmethod
+    def forward(ctx, theta, s, dtype):
+        phase = _phases(theta, s, dtype)
+        ctx.save_for_backward(s if ctx.needs_input_grad[0] else None, phase, theta)
+        return phase
+
+    @staticmethod
+    def backward(ctx, grad):
+        s, phase, theta = ctx.saved_tensors
+        exact = exact_type(phase.device)
+        turned, of_theta, of_s = (phase.conj() * grad).imag.to(exact), None, None
+        if ctx.needs_input_grad[0]:
+            of_theta = (s.to(exact) * turned).flatten(0, -2).sum(0).to(theta)
+        if ctx.needs_input_grad[1]:
+            of_s = turned * theta.to(turned)
+        return of_theta, of_s, None
+
+
+def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn``.
+
+    turn: (T, E) or (B, 1, T, E), or one per head, (H, T, E) or (B, H, T, E). The features from 2E
+        on are unchanged.
+    """
+    form = encode.Form(phi=False)
+    if encode_cpu.serves(x, form):
+        return encode.by_head(lambda x, at: encode_cpu.encode(x, None, at, form), x, turn)
+    if x.shape[-1] % 2 or not is_plain(x, turn):
+        # rows of odd width are not aligned to complex numbers; compilers do not support them
+        return encode.rotated(x, turn)
+    width = 2 * turn.shape[-1]
+    turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+def rotate_both(
+    q: Tensor, k: Tensor, theta: Tensor, q_positions: Tensor, k_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate the pairs (2i, 2i+1) of q and k (B, H, T, D) by s theta; theta: (H, E) of every head.
+
+    Computed in float32 or wider, by one kernel on a GPU. The result has the dtype of q and k.
+    """
+    at = check_positions(q_positions, q), check_positions(k_positions, k)
+    kernels, form = (
+        loader.triton_kernels("lrpe_fairseq.kernels.encode.encode_triton"),
+        encode.Form(False),
+    )
+    if kernels is not None and kernels.serves(q, k, form):
+        return kernels.encode(q, k, None, encode.Angles(theta.to(q.device)), at, form)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_q = phases_by_head(at[0], theta, wide)
+    of_k = of_q if at[1] is at[0] else phases_by_head(at[1], theta, wide)
+    q, k = (rotate_pairs(x.to(wide), turn).to(x.dtype) for x, turn in ((q, of_q), (k, of_k)))
+    return q, k
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """(..., 2E) real -> (..., E) complex; a copy if x is not aligned to pairs."""
+    x = x.contiguous()
+    x = x.clone() if x.storage_offset() % 2 else x
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+CORES = {
+    "rotation": Rotation,
+    "rotation-learned": LearnedRotation,
+    "rotation-half": HalfRotation,
+    "unitary": Unitary,
+    "unitary-learned": LearnedUnitary,
+    "permutation": Permutation,
+}
+"""Lambda by name: the cores of the free form ``lrpe:<P>:<Lambda>``."""
+
+LOGARITHMIC = {LearnedRotation: LogRotation, LearnedUnitary: LogUnitary}
+"""The cores with learned angles -> those that learn the logarithms."""
+
+
+def build_core(name: str, spec: EncodingSpec) -> nn.Module:
+    """Build the core ``name`` of :data:`CORES` with ``AngleOptions``.
+
+    Raises: ChoiceError for a floor or logarithms of angles that the core does not have.
+    """
+    kind, given = CORES[name], spec.options.of(AngleOptions)
+    if given == AngleOptions():
+        return kind(spec)
+    if not issubclass(kind, Rotation):
+        raise ChoiceError(
+            f"Lambda {name!r} has no angles: leave out --angle-floor and --angle-parameter, or "
+            "choose rope or an LRPE type with rotations"
+        )
+    if given.angle_parameter == "log":
+        if kind not in LOGARITHMIC:
+            raise ChoiceError(
+                f"Lambda {name!r} has fixed angles: leave out --angle-parameter log, or choose "
+                "lrpe-type2, lrpe-type3, lrpe-type6 or lrpe-tmlr-type1"
+            )
+        kind = LOGARITHMIC[kind]
+    return kind(spec, floored=True)

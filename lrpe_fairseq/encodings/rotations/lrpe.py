@@ -1,0 +1,191 @@
+"""The LRPE family: W_s = P^H Lambda^(s) P with P unitary (LRPE ICLR, Eq. 23-25, Table 1, C.7).
+
+The encoded query is q~_s = Lambda^(s) P q_s, and the key is encoded likewise. P^H cancels in the
+score (Eq. 76) and is never computed. P (``projections``) and Lambda (``cores``) are chosen by name
+and combine freely.
+
+A complex vector is represented by its *planes*, the tuple (re, im), and a real vector by (re,).
+The planes are concatenated last, so that the inner product of two results is Re(q~^H k~).
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_fairseq.encodings.core.companions import REAL, check_companion
+from lrpe_fairseq.encodings.core.forms import Fold, OnePass, Planes
+from lrpe_fairseq.encodings.core.options import EncodingSpec
+from lrpe_fairseq.encodings.core.positions import check_positions
+from lrpe_fairseq.encodings.core.protocols import Card, QueryKeyEncoding
+from lrpe_fairseq.encodings.rotations.cores import Permutation, Rotation, Unitary, build_core
+from lrpe_fairseq.encodings.rotations.projections import (
+    PROJECTIONS,
+    Fourier,
+    Householder,
+    Identity,
+    LRPEOptions,
+    OddEven,
+)
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.encode import encode, encode_cpu
+
+
+class LRPE(QueryKeyEncoding):
+    """q~_s = Lambda^(s) P q_s, k~_t = Lambda^(t) P k_t (Eq. 76), shared by all heads.
+
+    Trap: a rotation turns pairs of features, so the last feature of a head of odd width does not
+    turn. The constructor warns of it.
+
+    Args:
+        projection: a name of :data:`PROJECTIONS`.
+        core: a name of ``cores.CORES``, or a module like those of ``cores``.
+    Raises: ChoiceError for a head width that the core does not support.
+    """
+
+    Options = LRPEOptions
+
+    def __init__(self, spec: EncodingSpec, projection: str, core: str | nn.Module) -> None:
+        super().__init__(spec)
+        self._parts = (projection, core) if isinstance(core, str) else ()
+        self.projection = PROJECTIONS[projection](spec)
+        self.core = build_core(core, spec) if isinstance(core, str) else core
+        self.angles = self.core.angle_kind if isinstance(core, str) else ""
+        self._planes = 2 if projection == "fourier" or isinstance(self.core, Unitary) else 1
+        if type(self).card is None:  # a subclass has its own
+            self.card = _card(self.projection, self.core)
+        self.turns = not isinstance(self.core, Permutation)
+        self.scales = self.core.scales
+        self.content_scale, self.feature_factors = self._factors()
+        # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
+        self.denominator_vanishes = projection == "fourier"
+
+    def _factors(self) -> tuple[float, tuple[float, ...] | None]:
+        """Return the factor of scores under context scaling, and of features if not all turn.
+
+        The authors' code multiplies cos and sin. So with ``rotation_fraction`` below 1 only the
+        features that turn have the factor, the first ones of every plane.
+        """
+        rotations = self.spec.options.of(RotationOptions)
+        factor = rotations.score_factor
+        if rotations.rotation_fraction == 1 or factor == 1 or not isinstance(self.core, Rotation):
+            return factor, None
+        still = self.spec.head_dim - self.core.turned
+        return 1.0, ((factor,) * self.core.turned + (1.0,) * still) * self._planes
+
+    def summary(self) -> str:
+        """Return the names of P and Lambda, joined by " x ", for a member of the family."""
+        return " x ".join(self._parts) or super().summary()
+
+    @property
+    def feature_dim(self) -> int:
+        """D, or 2D if features are complex."""
+        return self._planes * self.spec.head_dim
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode in float32 or wider; see :meth:`QueryKeyEncoding.forward`."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        planes = (self.projection(x.to(wide)) for x in (q, k))
+        turned = self.turn(*planes, q_positions, k_positions)
+        return tuple(x.to(q.dtype) for x in turned)
+
+    def fold(self) -> Fold | None:
+        """Return P and Lambda unless P is the identity; see :meth:`QueryKeyEncoding.fold`."""
+        plain = isinstance(self.projection, Identity)
+        return None if plain else Fold(self.projection, self.turn)
+
+    def turn(
+        self, q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Apply Lambda^(s) to the planes of P q and P k; see :class:`Fold`."""
+        wide = torch.promote_types(q[0].dtype, torch.float32)
+        self._check(q_positions, q[0]), self._check(k_positions, k[0])
+        at_q, at_k = self._at((q_positions, k_positions), wide)
+        return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
+
+    def one_pass(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
+        """Use a compiled kernel; see :meth:`QueryKeyEncoding.one_pass`.
+
+        No kernel has a Fourier matrix P with a Lambda that is not unitary.
+        """
+        fourier = isinstance(self.projection, Fourier)
+        if fourier and not isinstance(self.core, Unitary):
+            return None
+        form = encode.Form(
+            phi=phi,
+            halves=isinstance(self.projection, OddEven),
+            wide=isinstance(self.core, Unitary),
+            permutes=isinstance(self.core, Permutation),
+            fourier=fourier,
+        )
+        at = self._check(q_positions, q), self._check(k_positions, k)
+        kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode.encode_triton")
+        if kernels is not None and kernels.serves(q, k, form):
+            v = self.projection.v if isinstance(self.projection, Householder) else None
+            placed = at[0].is_floating_point()
+            by = None if placed else self.core.in_kernel(q.device)
+            at = at if by is not None else self._at(at, torch.float32)
+            return lambda q, k: kernels.encode(q, k, v, by, at, form)
+        if encode_cpu.serves(q, form) and encode_cpu.serves(k, form):
+            return partial(self._in_cpp, form, self._at(at, q.dtype))
+        return None
+
+    def _in_cpp(
+        self, form: encode.Form, at: tuple[object, object], q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute Lambda P phi of q and k by the C++ kernel; ``at`` is the result of ``_at``."""
+        p = None
+        if isinstance(self.projection, Householder):
+            p = self.projection.unit(q.dtype)
+        elif form.fourier:
+            p = self.projection.matrix(q.dtype, q.device)
+
+        def run(x: Tensor, at: object) -> Tensor:
+            return encode_cpu.encode(x, p, at, form)
+
+        by_head = (lambda run, x, at: run(x, at)) if form.permutes else encode.by_head
+        return by_head(run, q, at[0]), by_head(run, k, at[1])
+
+    def _at(self, positions: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[object, object]:
+        """Return phases or indices of the positions of q and k, computed once if they are equal."""
+        of_q = self.core.at(positions[0], dtype)
+        same = positions[1] is positions[0]
+        return of_q, of_q if same else self.core.at(positions[1], dtype)
+
+    def _check(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Return positions after :func:`check_positions`, or places of x (B, ..., T, D)."""
+        if self.increments is None or getattr(positions, "ndim", 0) != 4:
+            return check_positions(positions, x)
+        shape = x.shape[0], self.spec.num_heads, x.shape[-2]
+        shapes = (*shape, self.core.angles.shape[-1]), (*shape, 1)
+        return check_companion("places", positions, REAL, "(B, H, T, E or 1)", shapes, x)
+
+    def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
+        turned = self.core(tuple(x.to(wide) for x in planes), at)
+        turned = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
+        return turned.to(planes[0].dtype)
+
+
+def _card(projection: nn.Module, core: nn.Module) -> Card:
+    """Describe one combination of P and Lambda."""
+    source = (
+        "[Qin et al. (2023)](https://openreview.net/forum?id=xoLyps2qWc); "
+        "[ICLR submission](https://openreview.net/forum?id=xMWFqb5Uyk), Table 1 and C.7"
+    )
+    if isinstance(projection, Identity) and type(core) is Rotation:
+        source = "[Su et al. (2021)](https://arxiv.org/abs/2104.09864); LRPE with P = I"
+    return Card(
+        mechanism="rotation",
+        equation=r"\mathrm{Re}\big[(\Lambda^{(s)} P q_s)^{\mathsf H} \Lambda^{(t)} P k_t\big],"
+        rf" \qquad {projection.latex}, \qquad {core.latex}",
+        cost="O(D^2) per token and head" if isinstance(projection, Fourier) else "O(D) per token",
+        beyond="a permutation repeats after its period"
+        if isinstance(core, Permutation)
+        else "nothing: phases of distances that training has not seen",
+        source=source,
+    )

@@ -1,0 +1,110 @@
+"""PermuteFormer (Chen, 2021): features permuted by position, and a decay in causal attention."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lrpe_fairseq.encodings.core.departures import Departure
+from lrpe_fairseq.encodings.core.forms import Form, OnePass
+from lrpe_fairseq.encodings.core.options import EncodingSpec
+from lrpe_fairseq.encodings.core.positions import Lags, check_positions, constant
+from lrpe_fairseq.encodings.core.protocols import Card, QueryKeyEncoding
+from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers, permute
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.encode import encode, encode_cpu
+
+PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
+"""Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
+
+
+class PermuteFormer(QueryKeyEncoding):
+    """x~_s[j] = x_s[pi_h^s(j)] with a separate permutation pi_h for each head; norms are preserved.
+
+    In causal attention the score of (s, t) is multiplied by r_h^(s-t) with
+    r_h = sigmoid(2 + 3h/H), h = 0..H-1 (PermuteFormer's language model). A bidirectional model has
+    no factor, since r^(s-t) grows without bound for t > s. pi is int64 (H, D) and saved in the
+    checkpoint.
+    """
+
+    card = Card(
+        mechanism="rotation",
+        equation=r"r_h^{\,n}\, (\pi_h^s q_s)^\top (\pi_h^t k_t), \qquad "
+        r"r_h = \sigma(2 + 3h/H) \text{ in causal attention, } r_h = 1 \text{ else}",
+        cost="O(D) per token and head: a gather",
+        beyond="the permutation repeats after its period; the decay of causal attention stays",
+        source="[Chen (2021)](https://arxiv.org/abs/2109.02377)",
+    )
+    departures = {
+        "permuteformer-shared-permutation": Departure(
+            paper="a permutation per head (PermuteFormer, Chen 2021)",
+            code="one for all heads and layers, drawn from the seed 0xdeadbeefdeadbeef",
+            ours="one per head and layer",
+        ),
+    }
+
+    def __init__(self, spec: EncodingSpec) -> None:
+        super().__init__(spec)
+        shared = "permuteformer-shared-permutation" in spec.options.fidelity
+        self.register_buffer("permutation", _draw(spec, shared))
+        self.cycles = CyclicPowers()
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Permute the features of q and k; see :meth:`QueryKeyEncoding.forward`."""
+        return tuple(
+            permute(x, self._order(check_positions(positions, x)))
+            for x, positions in ((q, q_positions), (k, k_positions))
+        )
+
+    def one_pass(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
+        """Use a kernel that supports q and k; see :meth:`QueryKeyEncoding.one_pass`."""
+        form = encode.Form(phi=phi, permutes=True)
+        kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode.encode_triton")
+        if kernels is not None and kernels.serves(q, k, form):
+            cycles, at = self.cycles.cycles(self.permutation), (q_positions, k_positions)
+            check_positions(q_positions, q), check_positions(k_positions, k)
+            return lambda q, k: kernels.encode(q, k, None, cycles, at, form)
+        if not (encode_cpu.serves(q, form) and encode_cpu.serves(k, form)):
+            return None
+        of_q = self._order(check_positions(q_positions, q))
+        of_k = self._order(check_positions(k_positions, k))
+        run = encode_cpu.encode
+        return lambda q, k: (run(q, None, of_q, form), run(k, None, of_k, form))
+
+    def _order(self, positions: Tensor) -> Tensor:
+        """Return the indices of pi_h^s, (H, T, D) or (B, H, T, D)."""
+        return self.cycles.powers(self.permutation, positions).transpose(-3, -2)
+
+    def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """Return log r_h, (H,) float32, all negative; None in a bidirectional model."""
+        if not self.spec.causal:
+            return None
+        return constant(log_ratios(self.spec.num_heads), torch.float32, torch.device(device))
+
+    def form(self, lags: Lags | None, positions: Tensor) -> Form:
+        """Return the decay of the score; see :meth:`Encoding.form`."""
+        return Form(score_decay=self.log_decay(positions.device))
+
+
+@cache
+def log_ratios(heads: int) -> tuple[float, ...]:
+    """Return log sigmoid(2 + 3h/H) for every head: -0.127 for the first, at most -0.007."""
+    head = torch.arange(heads, device="cpu")
+    return tuple(F.logsigmoid(2.0 + 3.0 * head / heads).tolist())
+
+
+def _draw(spec: EncodingSpec, shared: bool) -> Tensor:
+    """Return the permutations (H, D), one of all heads if ``shared``."""
+    generator = (
+        torch.Generator().manual_seed(PUBLISHED_SEED) if shared else spec.generator("permuteformer")
+    )
+    draws = [
+        torch.randperm(spec.head_dim, generator=generator, device="cpu")
+        for _ in range(1 if shared else spec.num_heads)
+    ]
+    return torch.stack(draws).expand(spec.num_heads, -1).clone()

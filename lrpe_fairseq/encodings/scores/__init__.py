@@ -1,0 +1,1 @@
+"""Encodings of the score matrix, and ALiBi's constant decay."""

@@ -1,0 +1,1 @@
+"""Algebraic encodings of sequences and trees, and the codes of nodes."""

@@ -1,0 +1,1 @@
+"""What wraps another encoding: gates, reflections, selective angles and grids."""

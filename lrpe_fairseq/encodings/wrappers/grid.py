@@ -1,0 +1,149 @@
+"""Positions on a grid of width W, numbered row by row, for any decomposable encoding."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.encodings.core.forms import OnePass
+from lrpe_fairseq.encodings.core.grids import axes_of
+from lrpe_fairseq.encodings.core.options import EncodingOptions, EncodingSpec
+from lrpe_fairseq.encodings.core.protocols import Encoding, QueryKeyEncoding
+from lrpe_fairseq.errors import ChoiceError
+
+INNER = (
+    *("angles", "card", "before_feature_map", "content_scale", "denominator_vanishes"),
+    *("scales", "turns", "without_absolute"),
+)
+"""Fields of a :class:`GridEncoding` that are those of its parts."""
+
+AXES = {"sum": ("cell",), "axial": ("row", "column")}
+"""Names of the encodings of a :class:`GridEncoding`, by ``position_grid``."""
+
+
+class GridEncoding(QueryKeyEncoding):
+    """An encoding of sequences on a grid of width W: row s // W, column s mod W of position s.
+
+    ``position_grid`` "axial" splits the features of each head. One encoding of width D/2 encodes
+    the first half by the row, another one the second half by the column. They have separate
+    parameters and random parts, and the score is the sum of their scores. It depends on the
+    differences of rows and of columns.
+
+    "sum" encodes all features at the position row + column. Cells on one anti-diagonal have the
+    same position. The image code of TMLR LRPE does this; the paper does not mention it.
+
+    Args:
+        spec: of the whole encoding; ``spec.options`` holds the grid.
+        name: the name of the encoding. construct: its constructor, called with a spec.
+    Raises: ChoiceError for an encoding that needs the score matrix, has a decay or reads the grid
+        itself, or for an odd head width under "axial".
+    """
+
+    def __init__(
+        self, spec: EncodingSpec, name: str, construct: Callable[[EncodingSpec], Encoding]
+    ) -> None:
+        super().__init__(spec)
+        self.grid = spec.options.position_grid
+        names = AXES[self.grid]
+        if spec.head_dim % len(names):
+            raise ChoiceError(
+                f"position grid {self.grid!r} halves the features of a head, so the head width "
+                f"must be even, got {spec.head_dim}"
+            )
+        own = EncodingOptions(spec.options.fidelity, **spec.options.values)
+        width = spec.head_dim // len(names)
+        for number, axis in enumerate(names):
+            seed = len(names) * spec.seed + number
+            part = construct(replace(spec, head_dim=width, seed=seed, options=own))
+            part.name = f"{name} ({axis})"
+            setattr(self, axis, part)
+        _check(part, name, self.grid)
+        for field in INNER:
+            setattr(self, field, getattr(part, field))
+        unit = 1 if part.properties.relative == "no" else spec.options.grid_width
+        self.properties = replace(part.properties, shift_unit=unit)
+
+    @property
+    def parts(self) -> list[QueryKeyEncoding]:
+        """The encoding of row + column, or those of the row and of the column."""
+        return [*self.children()]
+
+    @property
+    def feature_factors(self) -> tuple[float, ...] | None:
+        """The factors of the features of :attr:`parts`, which are alike in all of them."""
+        each = [part.feature_factors for part in self.parts]
+        return None if None in each else sum(each, ())
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of the random streams of :attr:`parts`."""
+        return self.parts[0].streams
+
+    @property
+    def feature_dim(self) -> int:
+        """The sum of the widths of :attr:`parts`."""
+        return sum(part.feature_dim for part in self.parts)
+
+    def summary(self) -> str:
+        """Return the summary of the encoding and the kind of the grid."""
+        return f"{self.parts[0].summary()}, on a grid ({self.grid})"
+
+    def forward(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode q and k by rows and columns; see :meth:`QueryKeyEncoding.forward`."""
+        at = self._positions(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
+        encoded = [part(*given) for part, *given in each]
+        return tuple(_joined(halves) for halves in zip(*encoded, strict=True))
+
+    def one_pass(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> OnePass | None:
+        """Use the kernels of the parts; see :meth:`QueryKeyEncoding.one_pass`."""
+        at = self._positions(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
+        encode = [part.one_pass(*given, phi) for part, *given in each]
+        return None if None in encode else partial(self._by_parts, encode)
+
+    def _by_parts(self, encode: list[OnePass], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode the features of every part of q and k with a function of its own."""
+        each = zip(encode, self._split(q), self._split(k), strict=True)
+        q, k = map(_joined, zip(*(f(*parts) for f, *parts in each), strict=True))
+        return q, k
+
+    def _positions(
+        self, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the positions of q and of k on each axis; the same tensors if they are equal."""
+        at_q = self._axes(q_positions)
+        return at_q, at_q if k_positions is q_positions else self._axes(k_positions)
+
+    def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
+        return axes_of(positions, self.spec.options.grid_width, self.grid)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(len(self.parts), -1)
+
+
+def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
+
+
+def _check(part: Encoding, name: str, grid: str) -> None:
+    """Refuse an encoding that :class:`GridEncoding` does not support."""
+    refused = f"position encoding {name!r} cannot be used with position grid {grid!r}: "
+    if not isinstance(part, QueryKeyEncoding):
+        raise ChoiceError(refused + "it needs the score matrix, which has no rows and columns")
+    if part.reads_grid:
+        raise ChoiceError(refused + "it reads rows and columns itself; leave the grid at 'flat'")
+    if part.reflections is not None:
+        raise ChoiceError(refused + "its reflections follow the order of tokens")
+    if part.has_states:
+        raise ChoiceError(refused + "its states follow the order of tokens")
+    if part.increments is not None:
+        raise ChoiceError(refused + "its positions are summed from the text, without rows")
+    if part.forget_gate is not None or part.log_decay() is not None:
+        raise ChoiceError(refused + "its decay counts tokens, not rows and columns")

@@ -1,0 +1,24 @@
+"""Models of this package in transformers. fairseq is not needed.
+
+After ``import lrpe_fairseq.hf``, ``AutoModelForCausalLM.from_pretrained(FOLDER)`` loads a folder
+that :func:`export` wrote; docs/huggingface.md.
+"""
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "lrpe_fairseq.hf needs transformers 5 or later: pip install 'lrpe-fairseq[hf]'",
+        name=error.name,
+    ) from None
+
+from lrpe_fairseq.hf.config import LRPEConfig
+from lrpe_fairseq.hf.export import export
+from lrpe_fairseq.hf.model import LRPEForCausalLM, LRPEForMaskedLM, LRPEModel
+
+__all__ = ["LRPEConfig", "LRPEForCausalLM", "LRPEForMaskedLM", "LRPEModel", "export"]
+
+transformers.AutoConfig.register(LRPEConfig.model_type, LRPEConfig, exist_ok=True)
+transformers.AutoModel.register(LRPEConfig, LRPEModel, exist_ok=True)
+transformers.AutoModelForCausalLM.register(LRPEConfig, LRPEForCausalLM, exist_ok=True)
+transformers.AutoModelForMaskedLM.register(LRPEConfig, LRPEForMaskedLM, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Lambda P phi(x) of the LRPE family: definition, C++ and Triton."""

@@ -1,0 +1,1 @@
+"""Softmax attention with biases, gates and masks: definition and Triton."""

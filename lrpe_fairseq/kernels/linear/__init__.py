@@ -1,0 +1,1 @@
+"""The sums of linear attention: definition, C++ and Triton."""

@@ -1,0 +1,144 @@
+"""The causal sums of linear attention in C++ for a CPU.
+
+The sums equal ``causal.definition``. Intermediate results stay in the cache of the core that
+processes a sequence, scores above the diagonal are not computed, and states are recomputed in the
+backward pass. The definition is used if ``causal_cpu.cpp`` does not compile.
+"""
+
+import ctypes
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
+from lrpe_fairseq.kernels.linear import causal
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+WANTED = ("numerator", "sums", "normalized")
+SEGMENT = 256
+"""Number of tokens between saved states, so that the backward pass of a segment fits a core's
+cache. A multiple of CHUNK in ``causal_cpu.cpp``."""
+
+WIDEST = 256
+"""Largest supported width of keys and values. A wider state does not fit a core's cache."""
+
+GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_gates")
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernel, or None if kernels are disabled or it does not compile."""
+    return loader.load_library(SOURCE)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
+    """True if the kernel supports q, k, v (B, H, T, .) and half of the threads get a sequence."""
+    given = (q, k, v)
+    return (
+        is_plain(*given, log_decay)
+        and q.shape == k.shape
+        and q.shape[:3] == v.shape[:3]
+        and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in given)
+        and 2 * q.shape[0] * q.shape[1] >= torch.get_num_threads()
+        and q.dtype in (torch.float32, torch.float64)
+        and all(x.device.type == "cpu" and x.dtype == q.dtype for x in given)
+        and library() is not None
+    )
+
+
+def causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`causal.definition`; a decay (H,) that needs a gradient is taken per token."""
+    if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
+        log_decay = log_decay[None, :, None].expand(q.shape[:3])
+    rows = (loader.contiguous_rows(x) for x in (q, k, v))  # copied here, inside the autograd graph
+    return _CausalSums.apply(*rows, log_decay, wanted, eps)
+
+
+class _CausalSums(torch.autograd.Function):
+    """The causal sums as (result, denominator), with a hand-written gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, wanted, eps):
+        states = _states(q, v) if any(ctx.needs_input_grad) else None
+        out = torch.empty_like(v)
+        denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])
+        ctx.settings = wanted, eps
+        tensors = {"states": states, "out": out, "denominators": denominators}
+        _run("causal_forward", log_decay, ctx.settings, q=q, k=k, v=v, **tensors)
+        kept = (out, denominators) if wanted == "normalized" else (None, None)
+        ctx.save_for_backward(q, k, v, log_decay, states, *kept)
+        return out, denominators if wanted == "sums" else None
+
+    @staticmethod
+    def backward(ctx, grad, grad_denominators):
+        if torch.is_grad_enabled():
+            return _gradients_as_graph(ctx, grad, grad_denominators)
+        q, k, v, log_decay, states, out, denominators = ctx.saved_tensors
+        grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=False)}
+        if ctx.needs_input_grad[3]:
+            grads["grad_gates"] = q.new_empty(q.shape[:3], dtype=torch.float64)
+        kept = {"states": states, "out": out, "denominators": denominators}
+        if grad_denominators is not None:
+            kept["grad_denominators"] = grad_denominators.contiguous()
+        grad = loader.contiguous_rows(grad)
+        _run("causal_backward", log_decay, ctx.settings, q=q, k=k, v=v, grad=grad, **kept, **grads)
+        grad_gates = grads.pop("grad_gates", None)
+        grad_gates = None if grad_gates is None else grad_gates.to(log_decay.dtype)
+        return *grads.values(), grad_gates, None, None
+
+
+def _gradients_as_graph(
+    ctx, grad: Tensor, grad_denominators: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a call with their graph, for second derivatives."""
+    wanted, eps = ctx.settings
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
+        return causal.present(*causal.definition(q, k, v, wanted, log_decay, eps))
+
+    inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
+    grads = causal.present(grad, grad_denominators)
+    return *gradients_of(definition, inputs, needed, grads), None, None
+
+
+def _states(q: Tensor, v: Tensor) -> Tensor:
+    """Allocate memory for the state before every segment: D x E for k v^T, then D for k."""
+    segments = math.ceil(q.shape[-2] / SEGMENT)
+    return q.new_empty(*q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1))
+
+
+def _run(
+    name: str, log_decay: Tensor | None, settings: tuple[str, float], **tensors: Tensor | None
+) -> None:
+    """Call the function ``name`` of the library with named tensors."""
+    wanted, eps = settings
+    q, v = tensors["q"], tensors["v"]
+    rates, tensors["gates"] = _decay_of(log_decay, q)
+    sizes = dict(zip(("batch", "heads", "time", "keys"), q.shape, strict=True))
+    call = library().Call(
+        **sizes,
+        values=v.shape[-1],
+        segment=SEGMENT,
+        threads=torch.get_num_threads(),
+        double_precision=q.dtype == torch.float64,
+        with_denominators=wanted != "numerator",
+        normalizes=wanted == "normalized",
+        eps=eps,
+        log_decay=loader.pointer(rates),
+        **{name: loader.view(x) for name, x in tensors.items()},
+    )
+    getattr(library(), name)(ctypes.byref(call))
+
+
+def _decay_of(log_decay: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return a constant decay (H,) and one per token (B, H, T), in float64; one of them is None."""
+    if log_decay is None:
+        return None, None
+    wide = log_decay.detach().double()
+    if log_decay.dim() == 1:
+        return wide.expand(q.shape[1]).contiguous(), None
+    return None, wide.expand(q.shape[:3])

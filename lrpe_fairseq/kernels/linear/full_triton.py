@@ -1,0 +1,271 @@
+"""The sums of linear attention over all keys on CUDA, with the state in registers.
+
+There is one state, the total of k_t v_t^T and that of the keys. One launch computes it, one the
+results. The first launch backward computes the gradients of q and of the state in one pass, the
+second those of k and v. The quotient and its gradient are computed inside. The definition is
+``causal.full_definition``.
+
+Axes: L = B H sequences, N parts of a sequence, T query time, S key time, D key width, E value
+width.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lrpe_fairseq.kernels.dispatch import gradients_of
+from lrpe_fairseq.kernels.linear import causal
+from lrpe_fairseq.kernels.loader import launch
+from lrpe_fairseq.kernels.tiles_triton import (
+    PROGRAMS,
+    cast,
+    cdiv,
+    column_sums,
+    head,
+    incoming,
+    load,
+    load_state,
+    narrow,
+    outer_product,
+    parts,
+    power_of_two,
+    result_like,
+    result_type,
+    row_products,
+    saturated,
+    store,
+    store_state,
+    straight,
+    times,
+    unsaturated,
+    with_strides,
+)
+
+TILE = 64
+"""Longest tile in tokens."""
+
+
+def full_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`causal.full_definition` of q, k and v of one dtype.
+
+    Returns: the result (B, H, T, E), see :func:`result_type` (quotients saturate float16 at 1/64
+        of its range); and the denominators for "sums".
+    """
+    out, denominator = _Full.apply(*map(straight, (q, k, v)), wanted, eps)
+    return out, denominator if wanted == "sums" else None
+
+
+class _Full(torch.autograd.Function):
+    """(result, denominator) with a hand-written gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, wanted, eps):
+        out = result_like(q, v.shape[3], result_type(v, wanted))
+        denominator = q.new_empty(q.shape[:3], dtype=torch.float32)
+        state = _per_part(k, v)
+        _launch(_total_kernel, k, v, *with_strides(k, v), state)
+        state = state.sum(1)
+        modes = _modes(wanted)
+        rest = (denominator, state, eps)
+        _launch(_output_kernel, q, v, *with_strides(q, out), *rest, **modes)
+        kept = (out, denominator) if wanted == "normalized" else (None, None)
+        ctx.save_for_backward(q, k, v, state, *kept)
+        ctx.settings = wanted, eps
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*([] if wanted == "sums" else [denominator]))
+        return out, denominator
+
+    @staticmethod
+    def backward(ctx, grad, grad_denominator):
+        if grad is None and grad_denominator is None:
+            return (None,) * 5
+        q, k, v, state, out, denominator = ctx.saved_tensors
+        wanted, eps = ctx.settings
+        if grad is None:
+            grad = state.new_zeros(()).expand(*q.shape[:3], v.shape[3])
+        if wanted == "sums" and grad_denominator is None:
+            grad_denominator = state.new_zeros(q.shape[:3])
+        if torch.is_grad_enabled():
+            return *_gradients_as_graph(ctx, grad, grad_denominator), None, None
+        grad, modes = straight(grad), _modes(wanted)
+        g = q if grad_denominator is None else grad_denominator.float().contiguous()
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        own = (q if denominator is None else denominator, g, state, _per_part(q, v), eps)
+        rows = with_strides(q, grad, grad if out is None else out, dq)
+        _launch(_query_kernel, q, v, *rows, *own, **modes)
+        own = own[3].sum(1)
+        _launch(_key_kernel, k, v, *with_strides(k, v, dk, dv), own, KEYS=modes["KEYS"])
+        return dq, dk, dv, None, None
+
+
+def _modes(wanted: str) -> dict[str, bool]:
+    return {"KEYS": wanted != "numerator", "DIVIDE": wanted == "normalized"}
+
+
+def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> list[Tensor | None]:
+    """Return the gradients of a call with their graph, for second derivatives."""
+
+    def definition(*rows: Tensor) -> tuple[Tensor, ...]:
+        found = causal.full_definition(*(x.float() for x in rows), *ctx.settings)
+        return tuple(narrow(x, grad.dtype) for x in causal.present(*found))
+
+    grads = causal.present(grad, grad_denominator)
+    return gradients_of(definition, ctx.saved_tensors[:3], ctx.needs_input_grad[:3], grads)
+
+
+def _parts(x: Tensor) -> tuple[int, int]:
+    """Return the number of tiles of x (B, H, T, .) in a part, and that of parts."""
+    tiles = cdiv(x.shape[2], _tile(x))
+    each = cdiv(tiles, max(1, PROGRAMS // (x.shape[0] * x.shape[1])))
+    return each, cdiv(tiles, each)
+
+
+def _tile(x: Tensor) -> int:
+    """Return the tokens of a tile of x (B, H, T, .): fewer for wide features and short texts."""
+    return min(TILE if x.shape[3] <= 64 else TILE // 2, power_of_two(x.shape[2]))
+
+
+def _per_part(x: Tensor, v: Tensor) -> Tensor:
+    """Return float32 memory for a state of every part of x, (L, N, D E + D)."""
+    size = x.shape[3] * (v.shape[3] + 1)
+    sequences = x.shape[0] * x.shape[1]
+    return x.new_empty(sequences, _parts(x)[1], size, dtype=torch.float32)
+
+
+def _launch(kernel, x: Tensor, v: Tensor, *arguments: Any, **constants: bool) -> None:
+    """Launch a program per sequence and part of x, q or k."""
+    each, parts = _parts(x)
+    grid, sizes = (x.shape[0] * x.shape[1], parts), (x.shape[2], x.shape[1], each)
+    blocks, wide = [power_of_two(y.shape[3]) for y in (x, v)], x.dtype == torch.float32
+    launch(
+        kernel,
+        grid,
+        *arguments,
+        *sizes,
+        D=x.shape[3],
+        E=v.shape[3],
+        C=_tile(x),
+        BD=blocks[0],
+        BE=blocks[1],
+        PRECISION="tf32x3" if wide else "tf32",
+        num_warps=8 if wide or max(blocks) > 64 else 4,
+        **constants,
+    )
+
+
+# --- kernels: program 0 is the sequence, program 1 the part -------------------------------------
+
+SIZES = ["T", "H", "each"]  # any value in one compiled form
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _total_kernel(
+    k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, state_ptr, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of every part (L, N, D E + D)."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k_ptr, v_ptr = head(k_ptr, sequence, H, kb, kh), head(v_ptr, sequence, H, vb, vh)
+    state, keys = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
+    for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
+        first = i * C
+        k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
+        state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
+        keys += column_sums(k, keys, False, PRECISION)
+    row = sequence * tl.num_programs(1) + part
+    store_state(state_ptr, state, keys, row, D, E, BD, BE)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _output_kernel(
+    q_ptr, qb, qh, qt, o_ptr, ob, oh, ot, den_ptr, state_ptr, eps, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    KEYS: tl.constexpr, DIVIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T) or, with DIVIDE, their
+    inverses."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_ptr, o_ptr = head(q_ptr, sequence, H, qb, qh), head(o_ptr, sequence, H, ob, oh)
+    state, keys = load_state(state_ptr, sequence, D, E, BD, BE)
+    high, low, scale = parts(state, q_ptr.dtype.element_ty, KEYS)
+    for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
+        first = i * C
+        q, t = load(q_ptr, first, qt, T, C, D, BD), first + tl.arange(0, C)
+        out = times(q, high, low, scale, PRECISION, KEYS)
+        if KEYS:
+            den = row_products(q, keys, PRECISION)
+            if DIVIDE:
+                den = 1.0 / tl.maximum(den, eps)
+                out = saturated(out * den[:, None], q.dtype)
+            tl.store(den_ptr + sequence * T + t, den, mask=t < T)
+        store(o_ptr, out, first, ot, T, C, E, BE)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _query_kernel(
+    q_ptr, qb, qh, qt, go_ptr, gob, goh, got, o_ptr, ob, oh, ot, dq_ptr, dqb, dqh, dqt,
+    den_ptr, g_ptr, state_ptr, own_ptr, eps, T, H, each,
+    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    KEYS: tl.constexpr, DIVIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of q, and that of the state which comes from every part.
+
+    The gradients of the numerators are f G, those of the denominators f g. In a quotient g is minus
+    G times the result, which is q times its gradient, divided by the denominator.
+    """
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_ptr, go_ptr = head(q_ptr, sequence, H, qb, qh), head(go_ptr, sequence, H, gob, goh)
+    o_ptr, dq_ptr = head(o_ptr, sequence, H, ob, oh), head(dq_ptr, sequence, H, dqb, dqh)
+    den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
+    state, keys = load_state(state_ptr, sequence, D, E, BD, BE)
+    high, low, scale = parts(tl.trans(state), q_ptr.dtype.element_ty, KEYS)
+    own, own_keys = tl.zeros((BE, BD), tl.float32), tl.zeros((BD,), tl.float32)
+    for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
+        first = i * C
+        q, t = load(q_ptr, first, qt, T, C, D, BD), first + tl.arange(0, C)
+        g = tl.zeros((C,), tl.float32)
+        if KEYS and not DIVIDE:
+            g = tl.load(g_ptr + t, mask=t < T, other=0.0)
+        go, g, f = incoming(go_ptr, first, got, g, T, q.dtype, C, E, BE)
+        if DIVIDE and q.dtype == tl.float16:
+            go = unsaturated(go, load(o_ptr, first, ot, T, C, E, BE))
+        dq = times(go, high, low, scale, PRECISION, KEYS)
+        if DIVIDE:
+            f = tl.load(den_ptr + t, mask=t < T, other=1.0)
+            g = tl.where(f < 1.0 / eps, -tl.sum(q.to(tl.float32) * dq, 1) * f, 0.0)
+        rows, unit = cast(q.to(tl.float32) * f[:, None], q.dtype)
+        if KEYS:
+            dq += outer_product(g, keys, q.dtype, PRECISION)
+            own_keys += column_sums(rows, g, True, PRECISION) * unit
+        store(dq_ptr, dq * f[:, None], first, dqt, T, C, D, BD)
+        own += tl.dot(tl.trans(go), rows, input_precision=PRECISION) * unit
+    row = sequence * tl.num_programs(1) + part
+    store_state(own_ptr, tl.trans(own), own_keys, row, D, E, BD, BE)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _key_kernel(
+    k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, dk_ptr, dkb, dkh, dkt, dv_ptr, dvb, dvh, dvt, state_ptr,
+    T, H, each, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of k and v from that of the state."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k_ptr, v_ptr = head(k_ptr, sequence, H, kb, kh), head(v_ptr, sequence, H, vb, vh)
+    dk_ptr, dv_ptr = head(dk_ptr, sequence, H, dkb, dkh), head(dv_ptr, sequence, H, dvb, dvh)
+    state, keys = load_state(state_ptr, sequence, D, E, BD, BE)
+    high, low, scale = parts(state, k_ptr.dtype.element_ty, KEYS)
+    for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
+        first = i * C
+        k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
+        store(dv_ptr, times(k, high, low, scale, PRECISION, KEYS), first, dvt, T, C, E, BE)
+        dk = times(v, tl.trans(high), tl.trans(low), scale, PRECISION, KEYS)
+        if KEYS:
+            dk += keys[None, :]
+        store(dk_ptr, dk, first, dkt, T, C, D, BD)

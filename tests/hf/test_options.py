@@ -1,0 +1,163 @@
+"""Every option of ``lrpe_lm`` and ``lrpe_roberta`` that changes a model's function."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+from argparse import Namespace
+
+import torch
+from fairseq import tasks
+from omegaconf import OmegaConf
+
+from lrpe_fairseq import hf
+from lrpe_fairseq.attention.linear import NORMALIZERS
+from lrpe_fairseq.attention.parts import PARTS
+from lrpe_fairseq.models.language_model import LRPELanguageModel
+from tests.end_to_end.commands import save
+from tests.hf.models import (
+    GREEDY,
+    aligned,
+    disturb,
+    exported,
+    exported_masked,
+    in_float64,
+    language_model,
+    padded_left,
+    random_words,
+)
+
+STACK = {
+    "attention_type": "linear,softmax",
+    "position_encoding": "fox,rope",
+    "attention_window": "0,5",
+    "decoder_layers": 3,
+}
+LINEAR = {"attention_type": "linear", "position_encoding": "lrpe-type2"}
+SOFTMAX = {"attention_type": "softmax", "position_encoding": "rope"}
+OPTIONS = {
+    "learned positions": {"decoder_learned_pos": True},
+    "no positions": {"no_token_positional_embeddings": True},
+    "post-norm": {"decoder_normalize_before": False},
+    "no final norm": {"no_decoder_final_norm": True},
+    "embedding norm": {"layernorm_embedding": True},
+    "embeddings as they are": {"no_scale_embedding": True},
+    "untied": {"share_decoder_input_output_embed": False},
+    "narrow embeddings": {"decoder_input_dim": 16, "decoder_output_dim": 16},
+    "other output": {
+        "decoder_input_dim": 16,
+        "decoder_output_dim": 24,
+        "share_decoder_input_output_embed": False,
+    },
+    **{f"activation {name}": {"activation_fn": name} for name in ("gelu", "gelu_fast", "tanh")},
+    "activation linear": {"activation_fn": "linear"},
+    **{f"normalizer {name}": {**LINEAR, "attention_normalizer": name} for name in NORMALIZERS},
+    **{f"part {part}": {**LINEAR, "attention_parts": part} for part in PARTS},
+    "parts of softmax": {**SOFTMAX, "attention_parts": "qk-norm,output-gate"},
+    "linear window": {**LINEAR, "attention_window": "4", "attention_normalizer": "content"},
+    "softmax window": {**SOFTMAX, "attention_window": "4"},
+    "stack": STACK,
+    "published": {**SOFTMAX, "position_encoding": "t5", "fidelity": "published"},
+    "another seed": {**LINEAR, "position_encoding": "spe", "encoding_seed": 3},
+    "shared parameters": {**SOFTMAX, "position_encoding": "fire", "fire_shared": True},
+    "options of rotations": {
+        **SOFTMAX,
+        "rotation_base": 100.0,
+        "rotation_fraction": 0.5,
+        "context_scaling": "yarn",
+        "context_factor": 4.0,
+        "context_length": 8,
+    },
+    "grid": {**SOFTMAX, "position_grid": "axial", "grid_width": 4},
+    "checkpointed": {**LINEAR, "checkpoint_activations": True},
+    "layerdrop": {**LINEAR, "decoder_layerdrop": 0.2},
+    "begin with <s>": {**LINEAR, "add_bos_token": True},
+}
+DOCUMENTS = {
+    "linear": {**LINEAR, "decoder_learned_pos": True},
+    "softmax": {**SOFTMAX, "position_encoding": "t5"},
+    "gates": {"attention_type": "softmax", "position_encoding": "fox", "attention_window": "3"},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_option_of_the_language_model_is_exported(options):
+    made, tokens = exported(**options), random_words(2, 12)
+    tokens[1, 8:] = 1  # <pad>
+    real = tokens != 1
+    expected = made.fairseq(tokens)[0][real]
+    torch.testing.assert_close(aligned(made.model)(tokens).logits[real], expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_padded_batch_decodes_as_it_does_without_a_cache(options):
+    model, rows = exported(**options).model, [random_words(1, n, seed=n)[0] for n in (8, 3)]
+    tokens, mask = padded_left(rows)
+    cached, plain = (
+        model.generate(tokens, attention_mask=mask, use_cache=use, num_beams=2, **GREEDY)
+        for use in (True, False)
+    )
+    assert torch.equal(cached, plain)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_documents_begin_at_their_symbol_in_blocks_and_in_decoding(options):
+    made, tokens = exported(**options, document_boundary="</s>"), random_words(2, 12)
+    tokens[0, [0, 5, 6]] = tokens[1, 4] = 2  # </s>
+    assert made.model.config.document_boundary == 2
+    expected = made.fairseq(tokens)[0]
+    torch.testing.assert_close(aligned(made.model)(tokens).logits, expected, rtol=0, atol=0)
+    model, cache, found = in_float64(made.model), None, []
+    for block in tokens.split([3, 1, 1, 3, 4], 1):
+        out = model(block, use_cache=True, past_key_values=cache)
+        cache = out.get("cache", out.get("past_key_values"))
+        found.append(out.logits)
+    whole = model(tokens).logits
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-8, atol=1e-9)
+
+
+@torch.no_grad()
+def test_the_parts_of_normformer_are_exported(tmp_path):
+    """fairseq builds them if the options are a namespace, as those of older checkpoints."""
+    _, config, _ = language_model(**SOFTMAX)
+    own = OmegaConf.to_container(config.model, resolve=True, enum_to_str=True)
+    own |= {f"scale_{part}": True for part in ("attn", "fc", "heads", "resids")}
+    task = tasks.setup_task(config.task)
+    model = LRPELanguageModel.build_model(Namespace(**own), task).eval()
+    disturb(model)
+    assert any(name.endswith("w_resid") for name in model.state_dict())
+    hf.export(save(model, config, tmp_path / "c.pt"), tmp_path / "out", tokenizer="none")
+    tokens = random_words(2, 9)
+    found = aligned(hf.LRPEForCausalLM.from_pretrained(tmp_path / "out").eval())(tokens).logits
+    torch.testing.assert_close(found, model(tokens)[0], rtol=0, atol=0)
+
+
+MASKED = {
+    "linear": {"attention_type": "linear", "position_encoding": "lrpe-type2"},
+    "softmax": {"attention_type": "softmax", "position_encoding": "t5"},
+    "without positions": {"attention_type": "softmax", "no_token_positional_embeddings": True},
+    "sinusoids": {"attention_type": "linear", "encoder_learned_pos": False},
+    "pre-norm": {"attention_type": "softmax", "encoder_normalize_before": True},
+    "untied": {"attention_type": "linear", "untie_weights_roberta": True},
+    "no embedding norm": {"attention_type": "softmax", "layernorm_embedding": False},
+    "states": {"attention_type": "softmax", "position_encoding": "tape"},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", MASKED.values(), ids=MASKED)
+def test_an_exported_roberta_has_the_logits_of_fairseq_bit_for_bit(options):
+    made, tokens = exported_masked(**options), random_words(2, 12)
+    tokens[1, 8:] = 1
+    real = tokens != 1
+    expected = made.fairseq(tokens)[0][real]
+    found = aligned(made.model)(tokens, attention_mask=real.long()).logits[real]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_bidirectional_encoder_has_no_cache():
+    with pytest.raises(ValueError, match="a bidirectional encoder has no cache"):
+        exported_masked(**MASKED["softmax"]).model.model(random_words(1, 4), use_cache=True)

@@ -1,0 +1,137 @@
+"""A picture changes only with what it shows: neither with a new encoding nor with another table."""
+
+import pytest
+
+from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.report import docs, frame, plots
+from lrpe_fairseq.experiments.report.frame import public_name
+from tests.report.test_frame import TABLE, checkout
+
+NAMES = [name for name in ENCODINGS if public_name(name) == name]
+FREE = ("lrpe:identity:rotation-learned", "lrpe:identity:unitary", "fox,fox,none", "3-gram counts")
+NEW = ("a-new-one", "newest", "zz-last")
+
+
+@pytest.fixture
+def more_encodings():
+    """New names before, between and after the others."""
+    before = dict(ENCODINGS)
+    middle = len(before) // 2
+    items = list(before.items())
+    first, second, third = ((name, type(name, (ENCODINGS["none"],), {})) for name in NEW)
+    ENCODINGS.clear()
+    ENCODINGS.update([first, *items[:middle], second, *items[middle:], third])
+    yield
+    ENCODINGS.clear()
+    ENCODINGS.update(before)
+
+
+ALONE = {name: plots.styles([name])[name] for name in (*NAMES, *FREE)}
+
+
+@pytest.mark.usefixtures("more_encodings")
+@pytest.mark.parametrize("name", ALONE)
+def test_the_style_of_a_name_does_not_change_when_a_name_is_added(name):
+    assert plots.styles([name])[name] == ALONE[name]
+    together = plots.styles([*NEW, name, *NAMES])
+    assert together[name] == ALONE[name]
+
+
+@pytest.mark.usefixtures("more_encodings")
+def test_different_encodings_of_a_picture_have_different_styles():
+    methods = [*NAMES, *NEW, *FREE]
+    found = plots.styles(methods)
+    assert len({(own["color"], own["marker"]) for own in found.values()}) == len(methods)
+    colliding = [f"method-{n}" for n in range(60)]  # some have one place by their hashes
+    found = plots.styles(colliding)
+    assert len({(own["color"], own["marker"]) for own in found.values()}) == len(colliding)
+
+
+def test_variants_of_a_method_have_its_color_and_marker():
+    variants = ["fox", "gated:fox", "path:fox", "gated:path:fox", "fox, layernorm", "fox (linear)*"]
+    found = plots.styles(variants)
+    assert {(own["color"], own["marker"]) for own in found.values()} == {("C5", "o")}
+    assert found["gated:fox"]["markerfacecolor"] == "white"
+    assert found["path:fox"]["fillstyle"] == "left"
+    assert found["fox, layernorm"]["linestyle"] == "--"
+
+
+def test_n_grams_are_grey_and_take_no_place_of_a_method():
+    methods = [plots.NGRAMS, "fox", plots.CACHED]
+    found = plots.styles(methods)
+    assert list(found) == methods
+    assert found["fox"] == ALONE["fox"]
+    both = found[plots.NGRAMS], found[plots.CACHED]
+    assert all(own["color"] == "grey" and own["marker"] == "" for own in both)
+    assert both[0]["linestyle"] != both[1]["linestyle"]
+
+
+def test_every_listed_name_is_an_encoding_and_has_one_place():
+    listed = [name for names in plots.LOOKS.values() for name in names.split() if name != "-"]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) <= set(NAMES)
+    assert all(len(names.split()) <= plots.COLORS for names in plots.LOOKS.values())
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Two tables of equal rows; runs of the first fill cells of a third too."""
+    checkout(tmp_path)
+    for name, experiments in (("other", "[other]"), ("third", "[third, demo]")):
+        text = TABLE.replace("title: Demo", f"title: {name}")
+        text = text.replace("experiments: [demo]", f"experiments: {experiments}")
+        (tmp_path / "configs" / "tables" / f"{name}.yaml").write_text(text)
+    runs = tmp_path / "results" / "runs"
+    for path in (runs / "demo").glob("*.json"):
+        copy = runs / "other" / path.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text().replace('"demo"', '"other"'))
+    (tmp_path / "docs").mkdir()
+    frame.results.cache_clear()
+    yield tmp_path
+    frame.results.cache_clear()
+
+
+def drawn(root):
+    """The pictures that were written, without the scale and the data in their names."""
+    return {path.name.partition("-")[0] for path in root.rglob("*.png")}
+
+
+@pytest.mark.parametrize(
+    ("table", "new", "expected"),
+    [
+        ("other", (), {"other"}),
+        ("demo", (), {"demo"}),
+        ("other", ("other/rope-1.json",), {"other"}),
+        ("demo", ("demo/rope-1.json",), {"demo", "third"}),
+        ("third", ("demo/rope-1.json",), {"demo", "third"}),
+        ("without-runs", (), set()),
+    ],
+)
+def test_a_table_draws_its_own_pictures_and_those_that_show_its_new_runs(
+    root, table, new, expected
+):
+    assert docs.main_of_table(table, new, root) == 0
+    assert drawn(root) == expected
+    assert {path.stem for path in (root / "results").glob("*.csv")} == {"demo", "other", "third"}
+
+
+def test_all_pictures_are_drawn_without_a_table(root):
+    assert docs.main(["results", "--root", str(root)]) == 0
+    assert drawn(root) == {"demo", "other", "third"}
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("grid", {"grid-small"}),
+        ("extrapolation", {"extrapolation-lengths", "extrapolation-wikitext-2-bpe-small"}),
+        ("catalogue", {"catalogue-wikitext-2-bpe-small", "choosing-speed"}),
+    ],
+)
+def test_a_table_of_this_repository_draws_its_own_pictures_only(table, expected):
+    found = docs.pictures_of(ROOT, table, ())
+    assert {
+        path.removeprefix("results/figures/").removesuffix(".png") for path in found
+    } == expected
