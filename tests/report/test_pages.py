@@ -54,6 +54,15 @@ def test_a_verdict_counts_what_is_unresolved_with_what_would_have_shown(root):
     assert f"| `rope` | {view.text('RoPE')} ? {visible} |" in text
 
 
+def test_no_generated_page_calls_rows_tied():
+    answers = (ROOT / "README.md").read_text().partition("<!-- answer -->")[2]
+    texts = {path: path.read_text() for path in (ROOT / "results").glob("*.md")}
+    texts["README.md"] = answers.partition("<!-- /answer -->")[0]
+    texts["docs/choosing.md"] = (ROOT / "docs" / "choosing.md").read_text()
+    assert len(texts) > 30
+    assert not [path for path, text in texts.items() if re.search(r"\btied\b", text)]
+
+
 def test_a_rank_correlation_needs_ten_rows(root):
     view = column(root)
     assert pages.rank_correlation(view) == ""

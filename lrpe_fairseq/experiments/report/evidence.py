@@ -101,22 +101,40 @@ PLACES = (
 
 
 def lrpe_against_rope(results: Results) -> str:
-    """Return a table of the differences in perplexity, with intervals and verdicts."""
+    """Return a table of the differences in perplexity, with intervals and verdicts.
+
+    Below it stands which pairs were not trained.
+    """
     head = ["scale", "attention", "seeds", "n-grams", "training length", "4 times", "16 times"]
-    rows = [row for place in PLACES for row in _of_place(results, place)]
-    return markdown.table(head, rows)
+    rows, missing = [], []
+    for place in PLACES:
+        pairs = {_attention(pair): _of_pair(results, place, pair) for pair in place.pairs}
+        rows += [row for row in pairs.values() if row]
+        if lacking := [name for name, row in pairs.items() if not row]:
+            missing.append(f"{place.name}: {'; '.join(lacking)}.")
+    text = markdown.table(head, rows)
+    if not missing:
+        return text
+    return "\n".join([text, "", "Not trained:", "", *(f"- {words}" for words in missing)])
 
 
-def _of_place(results: Results, place: Place) -> Iterator[list[str]]:
-    for attention, normalizer, ours, other in place.pairs:
-        views = [column_of(results, place, attention, key) for key in place.columns]
-        first = views[0]
-        if first is None or not {ours, other} <= set(first.ranked()):
-            continue
-        cells = [view.versus(ours, other) if view else "" for view in views]
-        name = f"{attention}, {normalizer}" if normalizer else attention
-        link = f"[{place.name}](../results/{place.table}.md)"
-        yield [link, name, str(len(first.cells[ours])), learned(first, [ours, other]), *cells]
+def _of_pair(results: Results, place: Place, pair: tuple[str, str, str, str]) -> list[str]:
+    """Return the line of a pair at a place; empty without its runs."""
+    attention, _, ours, other = pair
+    views = [column_of(results, place, attention, key) for key in place.columns]
+    first = views[0]
+    if first is None or not {ours, other} <= set(first.ranked()):
+        return []
+    seeds = str(len(first.cells[ours].keys() & first.cells[other].keys()))
+    link = f"[{place.name}](../results/{place.table}.md)"
+    cells = [view.versus(ours, other) if view else "" for view in views]
+    return [link, _attention(pair), seeds, learned(first, [ours, other]), *cells]
+
+
+def _attention(pair: tuple[str, str, str, str]) -> str:
+    """Return the attention type and the normalizer of a pair."""
+    attention, normalizer, _, _ = pair
+    return f"{attention}, {normalizer}" if normalizer else attention
 
 
 def column_of(results: Results, place: Place, attention: str, key: str) -> ColumnView | None:
@@ -150,12 +168,12 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
     best = min(view.mean(view.ranked()[0]) for view in known)
     order = f"{known[0].yardstick['order']:.0f}-grams (modified Kneser-Ney)"
     cache = f"{known[0].yardstick['cache-ppl']:.1f} with a cache of the context"
+    both = f"the best has a perplexity of {best:.1f}, the n-grams have {value:.1f} ({cache})"
     if any(view.beats_ngrams for view in known):
-        return f"The best has {best:.1f}; {order} of as many tokens have {value:.1f}, {cache}."
+        return f"Compared with {order} of as many tokens, {both}."
     return (
-        f"No language model among them is better than {order} of as many tokens: the best has "
-        f"{best:.1f}, they have {value:.1f}, {cache}. So their orders are orders of learning "
-        "n-grams."
+        f"No language model among them is better than {order} of as many tokens: {both}. So their "
+        "orders are orders of learning n-grams."
     )
 
 
@@ -191,7 +209,7 @@ class Rung:
     """The difference of a row from RoPE at one budget.
 
     tokens: of training. size: of the model, layers x width. gap, half: of the difference of
-    log perplexities, half infinite for one seed. text: for readers.
+    log perplexities, half infinite for one seed. text: the difference for readers.
     """
 
     tokens: int
@@ -232,15 +250,20 @@ def ladder(results: Results) -> list[tuple[str, str]]:
     for title, columns in LADDERS:
         rows = [row for kind in ("linear", "softmax") for row in _climbs(results, kind, columns)]
         if rows:
-            most = max(len(row) for _, _, row in rows)
-            head = ["attention", "method", *(f"budget {n}" for n in range(1, most + 1))]
-            lines = [
-                [kind, f"`{name}`", *(_rung_text(r) for r in own), *[""] * (most - len(own)),
-                 may_turn(own)]
-                for kind, name, own in rows
-            ]  # fmt: skip
-            found.append((title, markdown.table([*head, "may turn within ten times"], lines)))
+            found.append((title, _ladder_table(rows)))
     return found
+
+
+def _ladder_table(rows: Sequence[tuple[str, str, list[Rung]]]) -> str:
+    """Return the table of a ladder: a column per budget, empty where a row was not trained."""
+    budgets = sorted({(rung.tokens, rung.size) for _, _, rungs in rows for rung in rungs})
+    titles = [f"{tokens / 1e6:.1f} M tokens, {size}" for tokens, size in budgets]
+    lines = []
+    for attention, name, rungs in rows:
+        texts = {(rung.tokens, rung.size): rung.text for rung in rungs}
+        cells = [texts.get(budget, "") for budget in budgets]
+        lines.append([attention, f"`{name}`", *cells, may_turn(rungs)])
+    return markdown.table(["attention", "method", *titles, "may turn within ten times"], lines)
 
 
 def _climbs(
@@ -289,10 +312,6 @@ def _rope_of(name: str) -> str:
     return ", ".join(["rope", *own])
 
 
-def _rung_text(rung: Rung) -> str:
-    return f"{rung.text} ({rung.tokens / 1e6:.1f} M, {rung.size})"
-
-
 def may_turn(rungs: Sequence[Rung]) -> str:
     """Return "yes" unless the sign of a difference is sure to stay for ten times the tokens.
 
@@ -316,8 +335,8 @@ AGREEMENT = (
     ("1,800 updates", "table2", "small", "valid"),
     ("1,800 updates, annealed", "table2", "annealed", "valid"),
     ("16,200 updates", "budget", "annealed", "16200"),
-    ("medium", "medium", "medium", "test"),
-    ("books", "table2", "books", "valid"),
+    ("medium: books, 20 M tokens", "medium", "medium", "test"),
+    ("Table 2 on books", "table2", "books", "valid"),
 )
 """Name, table, scale and column, without the attention, of the rows of the LRPE paper's Table 2."""
 
@@ -328,11 +347,16 @@ def agreement(results: Results) -> str:
     for name, table, scale, key in AGREEMENT:
         for attention in ("linear", "softmax"):
             view = column_of(results, Place("", table, scale, ("", "", ""), ()), attention, key)
-            own = [row for row in view.ranked() if row in view.paper] if view else []
-            theirs = [view.paper[row] for row in own] if view else []
-            found = orders.correlation([view.mean(row) for row in own], theirs) if view else None
-            text = "fewer than ten rows"
-            if found:
-                text = f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
-            rows.append([name, attention, str(len(own)), text if view else "not trained"])
+            rows.append([name, attention, *_agreement_of(view)])
     return markdown.table(["training", "attention", "rows", "rank correlation"], rows)
+
+
+def _agreement_of(view: ColumnView | None) -> tuple[str, str]:
+    """Return how many rows a column shares with its paper, and their rank correlation as text."""
+    rows = [row for row in view.ranked() if row in view.paper] if view else []
+    if view is None or not rows:
+        return "0", "not trained"
+    found = orders.correlation([view.mean(row) for row in rows], [view.paper[row] for row in rows])
+    if found is None:
+        return str(len(rows)), "fewer than ten rows"
+    return str(len(rows)), f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
