@@ -288,8 +288,12 @@ def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     if page.name == "huggingface.md":
         pytest.importorskip("transformers", reason="the page needs transformers")
         export_a_model(tmp_path / "my-model")
+    if page.name == "python.md":  # tests/test_readme.py loads the checkpoint of README
+        found = [text for text in found if "runs/mine" not in text]
+        assert len(found) == 3
+    names = {}
     for text in found:
-        exec(compile(text, page.name, "exec"), {})
+        exec(compile(text, page.name, "exec"), names)
 
 
 def export_a_model(folder):

@@ -14,6 +14,7 @@ COMMANDS = {
     "eval_classifier": "evaluate:classifier",
     "score_lm": "evaluate:score_lm",
     "eval_glue": "evaluate:eval_glue",
+    "prepare": "prepare:main",
     "ngrams": "ngrams:main",
     "quickstart": "quickstart:main",
     "doctor": "doctor:main",

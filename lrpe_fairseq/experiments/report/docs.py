@@ -15,7 +15,7 @@ from lrpe_fairseq.experiments.records.console import command, refused_without
 from lrpe_fairseq.experiments.records.files import ROOT
 
 try:
-    from lrpe_fairseq.experiments.report import choosing, frame, gallery, pages, speed
+    from lrpe_fairseq.experiments.report import choosing, data, frame, gallery, pages, speed
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
@@ -28,9 +28,11 @@ PARTS: dict[str, ModuleType] = {
     "choosing": choosing,
     "marked": gallery,
     "speed": speed,
+    "data": data,
 }
 GENERATED = (
-    "results/*.md", "results/*.csv", "results/bench/*.csv", "results/figures/*.png", "docs/*.png",
+    "results/*.md", "results/*.csv", "results/*.csv.gz", "results/bench/*.csv",
+    "results/figures/*.png", "docs/*.png",
 )  # fmt: skip
 """Patterns of files that are never written by hand."""
 
@@ -88,7 +90,7 @@ def write(root: Path, parts: Iterable[str], drawn: Callable[[], dict[str, Draw]]
     print("docs: reading the runs", flush=True)
     texts, drawings = render(root, parts), drawn()  # before anything is written
     for path, text in texts.items():
-        (root / path).write_text(text, encoding="utf-8")
+        _write(root / path, text)
     for count, (path, draw) in enumerate(drawings.items(), 1):
         print(f"docs: {len(texts)} pages; picture {count} of {len(drawings)}: {path}", flush=True)
         draw(root / path)
@@ -108,8 +110,19 @@ def stale(root: Path, parts: Iterable[str]) -> list[str]:
     ]
 
 
+def _write(path: Path, text: str) -> None:
+    if path.suffix == ".gz":
+        path.write_bytes(data.compress(text))
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
 def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    if not path.exists():
+        return None
+    if path.suffix == ".gz":
+        return data.decompress(path.read_bytes())
+    return path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
