@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, console
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
-from lrpe_fairseq.experiments.records.layout import file_name
+from lrpe_fairseq.experiments.records.tables import file_name
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children

@@ -10,7 +10,6 @@ import pytest
 
 from lrpe_fairseq.encodings import encoding_class
 from lrpe_fairseq.experiments.records import keys
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import (
     FIELDS,
     environment,
@@ -19,6 +18,7 @@ from lrpe_fairseq.experiments.records.runs import (
     validate,
     write_run,
 )
+from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.report import docs, frame, pages
 from tests.trial import a_record
 

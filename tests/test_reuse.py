@@ -12,8 +12,8 @@ from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, keys
 from lrpe_fairseq.experiments.records.files import commit
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
+from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.report.frame import require_same
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices

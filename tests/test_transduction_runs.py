@@ -13,8 +13,8 @@ from lrpe_fairseq.experiments.families.generated import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS
 from lrpe_fairseq.experiments.records.keys import cells, option
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run
+from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from tests.end_to_end.forked import ForkedChildren

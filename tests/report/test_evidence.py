@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import load_tables
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.records.tables import load_tables
 from lrpe_fairseq.experiments.report import evidence, frame, pages, selection
 from lrpe_fairseq.experiments.report.evidence import Rung
 from lrpe_fairseq.experiments.report.frame import Results

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import load_tables
 from lrpe_fairseq.experiments.records.runs import write_run
+from lrpe_fairseq.experiments.records.tables import load_tables
 from lrpe_fairseq.experiments.report import frame, orders
 from lrpe_fairseq.experiments.report.frame import Results, method, public_name
 from tests.test_results import make_run

@@ -9,7 +9,7 @@ import yaml
 
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import load_tables
+from lrpe_fairseq.experiments.records.tables import load_tables
 from lrpe_fairseq.experiments.report import frame, measurements, orders, priors
 from lrpe_fairseq.experiments.report.frame import Results
 from tests.report.test_frame import TABLE, checkout, measured, save

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import load_tables
+from lrpe_fairseq.experiments.records.tables import load_tables
 from lrpe_fairseq.experiments.report import choosing, frame, pages
 from lrpe_fairseq.experiments.report.frame import Results
 from tests.report.test_frame import MEANS, checkout, column, measured, save

@@ -22,8 +22,8 @@ from lrpe_fairseq.experiments.families.finetuning import finetuning_runs, source
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import FAILED, command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
-from lrpe_fairseq.experiments.records.layout import file_name
 from lrpe_fairseq.experiments.records.runs import BY_HAND
+from lrpe_fairseq.experiments.records.tables import file_name
 from lrpe_fairseq.experiments.runner import identity, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import locked

@@ -26,7 +26,7 @@ from lrpe_fairseq.experiments.records.files import (
     require_checkout,
 )
 from lrpe_fairseq.experiments.records.keys import Cell, cells
-from lrpe_fairseq.experiments.records.layout import Table, load_table
+from lrpe_fairseq.experiments.records.tables import Table, load_table
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 FAMILIES: dict[str, type[TrainingRun]] = {

@@ -19,8 +19,8 @@ from lrpe_fairseq.experiments.data.folders import Checksums, digest_of, manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
 from lrpe_fairseq.experiments.records.keys import Cell, comparable
-from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import Table, file_name
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_by
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 

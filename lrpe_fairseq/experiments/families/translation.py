@@ -16,8 +16,8 @@ from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.keys import Cell, unread
-from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.runner.devices import BIN, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
 from lrpe_fairseq.experiments.runner.training import TrainingRun

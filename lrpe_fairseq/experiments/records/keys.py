@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import canonical_name, options_of_encodings, options_read_by
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.experiments.records.layout import (
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, plain
+from lrpe_fairseq.experiments.records.tables import (
     HALVES,
     PARTS,
     Column,
@@ -23,7 +24,6 @@ from lrpe_fairseq.experiments.records.layout import (
     file_name,
     short,
 )
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, plain
 
 Sides = str | Mapping[str, str]
 """A name, or those of encoder and decoder."""

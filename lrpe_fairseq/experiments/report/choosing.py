@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from lrpe_fairseq.experiments.records.files import read_json
-from lrpe_fairseq.experiments.records.layout import ANY, Table
+from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import evidence, frame, markdown, orders, plots, speed
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Wanted
 

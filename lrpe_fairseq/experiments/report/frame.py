@@ -21,9 +21,9 @@ from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import ENCODINGS, WRAPPERS, canonical_name
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.keys import RATE, filled, option
-from lrpe_fairseq.experiments.records.layout import ANY, Column, Row, Table, load_tables, short
 from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
 from lrpe_fairseq.experiments.records.runs import Run, plain, read_runs
+from lrpe_fairseq.experiments.records.tables import ANY, Column, Row, Table, load_tables, short
 from lrpe_fairseq.experiments.report import measurements, orders, yardsticks
 from lrpe_fairseq.experiments.report.markdown import fixed
 

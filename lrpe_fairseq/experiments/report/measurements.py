@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 from omegaconf import OmegaConf
 
-from lrpe_fairseq.experiments.records.layout import Column, Table
+from lrpe_fairseq.experiments.records.tables import Column, Table
 from lrpe_fairseq.experiments.report import orders, priors
 
 if TYPE_CHECKING:

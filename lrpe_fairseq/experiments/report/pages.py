@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from lrpe_fairseq.experiments.records.layout import ANY, Table
+from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     frame,
     markdown,

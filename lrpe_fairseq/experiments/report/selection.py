@@ -6,7 +6,7 @@ from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.keys import comparable
-from lrpe_fairseq.experiments.records.layout import Row, Table
+from lrpe_fairseq.experiments.records.tables import Row, Table
 from lrpe_fairseq.experiments.report.frame import ColumnView, Results
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lrpe_fairseq.experiments.records import keys
-from lrpe_fairseq.experiments.records.layout import Column
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import Column
 
 if TYPE_CHECKING:
     from lrpe_fairseq.experiments.report.frame import Sheet

@@ -21,8 +21,8 @@ from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
-from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import branches, identity, processes
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices

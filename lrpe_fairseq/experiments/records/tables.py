@@ -1,4 +1,4 @@
-"""Read and check the layouts of tables: ``configs/tables/*.yaml``.
+"""Read and check tables: ``configs/tables/*.yaml``.
 
 A table has rows and columns. A row selects an encoding and changed options; a column selects the
 attention type and a field of the run file. A run fills a cell if it has the cell's encoding and
