@@ -24,7 +24,7 @@ import numpy as np
 
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.report import orders
-from lrpe_fairseq.experiments.report.frame import Results
+from lrpe_fairseq.experiments.report.results import Results
 
 DRAWS = 20  # of every column
 TARGET = ROOT / "results" / "false-orders.json"

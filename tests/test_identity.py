@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import checkpoints, files, runs
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
-from lrpe_fairseq.experiments.report.frame import require_same
+from lrpe_fairseq.experiments.report.sheets import require_same
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
 from tests.test_experiments import one_run  # noqa: F401  (a fixture)
 from tests.trial import a_record, checkpoint, saved_config, trained

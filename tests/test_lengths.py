@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
 from lrpe_fairseq.experiments.records.runs import read_run, validate
-from lrpe_fairseq.experiments.report.frame import Sheet
+from lrpe_fairseq.experiments.report.sheets import Sheet
 from lrpe_fairseq.experiments.runner import processes, schedule, scoring
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed

@@ -14,7 +14,7 @@ from lrpe_fairseq.experiments.records import checkpoints, keys
 from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
 from lrpe_fairseq.experiments.records.tables import load_table
-from lrpe_fairseq.experiments.report.frame import require_same
+from lrpe_fairseq.experiments.report.sheets import require_same
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children

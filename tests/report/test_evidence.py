@@ -8,10 +8,10 @@ import yaml
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import evidence, frame, pages, selection
+from lrpe_fairseq.experiments.report import evidence, pages, selection
 from lrpe_fairseq.experiments.report.evidence import Rung
-from lrpe_fairseq.experiments.report.frame import Results
-from tests.report.test_frame import LAYERNORM, MEANS, TABLE, checkout, measured, save
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from tests.report.test_columns import LAYERNORM, MEANS, TABLE, checkout, measured, save
 from tests.test_results import make_run
 
 CONFIG = {
@@ -45,7 +45,7 @@ def ngrams(root, ppl, tokens=1000, corpus=5000, **changes):
 
 
 def text(root):
-    frame.results.cache_clear()
+    results_of.cache_clear()
     return " ".join(pages.pages(root)["results/demo.md"].split())
 
 
@@ -246,7 +246,7 @@ def test_a_rate_that_diverged_is_not_chosen(root):
 
 @pytest.mark.parametrize("name", ["contrast", "medium"])
 def test_every_row_of_this_repository_with_a_selection_has_candidates(name):
-    results = frame.results(ROOT)
+    results = results_of(ROOT)
     table = results.tables[name]
     rates = {0.002, 0.004, 0.008}
     for row in table.rows:

@@ -10,9 +10,9 @@ import yaml
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import frame, measurements, orders, priors
-from lrpe_fairseq.experiments.report.frame import Results
-from tests.report.test_frame import TABLE, checkout, measured, save
+from lrpe_fairseq.experiments.report import measurements, orders, priors
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from tests.report.test_columns import TABLE, checkout, measured, save
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def with_another_page(root):
 
 def test_every_pair_has_one_verdict_on_all_pages_of_this_repository():
     found: dict[tuple, set] = {}
-    for view in frame.results(ROOT).views():
+    for view in results_of(ROOT).views():
         shown = view.column.split, view.column.protocol, view.column.metric, *view.column.mean_of
         for a, b in itertools.permutations(view.ranked(), 2):
             pair = shown, view.identity(a), view.identity(b)

@@ -10,7 +10,7 @@ from scipy import stats
 
 from benchmarks import false_orders
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import frame, orders
+from lrpe_fairseq.experiments.report import orders
 from lrpe_fairseq.experiments.report.orders import (
     BETTER,
     EQUAL,
@@ -21,6 +21,7 @@ from lrpe_fairseq.experiments.report.orders import (
     Prior,
     compared,
 )
+from lrpe_fairseq.experiments.report.results import results_of
 
 SEEDS = range(8)
 
@@ -235,7 +236,7 @@ def test_columns_with_a_false_order_are_rare():
 
 @pytest.fixture(scope="module")
 def layouts():
-    return false_orders.layouts(frame.results(ROOT))
+    return false_orders.layouts(results_of(ROOT))
 
 
 def test_wrong_verdicts_on_the_measured_layouts_are_rare(layouts):

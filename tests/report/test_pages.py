@@ -10,9 +10,9 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import choosing, frame, pages
-from lrpe_fairseq.experiments.report.frame import Results
-from tests.report.test_frame import MEANS, checkout, column, measured, save
+from lrpe_fairseq.experiments.report import choosing, columns, pages
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from tests.report.test_columns import MEANS, checkout, column, measured, save
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def root(tmp_path):
 
 
 def rendered(root):
-    frame.results.cache_clear()
+    results_of.cache_clear()
     return pages.pages(root)
 
 
@@ -36,7 +36,7 @@ def test_a_page_has_verdict_picture_grid_and_files(root):
     assert "tied" not in flat
     assert "![Ours against the paper](figures/demo-wikitext-2-small.png)" in text
     assert "| method | valid | paper | accuracy |" in text
-    points = frame.size(column(root, "acc").verdict("RoPE", "Base").visible, "fraction")
+    points = columns.size(column(root, "acc").verdict("RoPE", "Base").visible, "fraction")
     assert f"| `rope` | 50.30±0.10 ✓ | 33.00 | 49.90±0.10 ? {points} |" in text
     assert "Signs are against the baseline" in flat
     assert "12 runs (0.0 h) on A CPU: [runs/demo](runs/demo)" in flat
@@ -48,7 +48,7 @@ def test_a_verdict_counts_what_is_unresolved_with_what_would_have_shown(root):
         save(root, "rope", seed, measured(value, seed))
     text = " ".join(rendered(root)["results/demo.md"].split())
     view = column(root)
-    visible = frame.size(view.verdict("RoPE", "Base").visible, view.kind)
+    visible = columns.size(view.verdict("RoPE", "Base").visible, view.kind)
     assert "60.30: 2 better and 1 unresolved. For the unresolved one, " in text
     assert f"one, {visible} % would have shown." in text
     assert f"| `rope` | {view.text('RoPE')} ? {visible} |" in text
@@ -122,7 +122,7 @@ def test_columns_are_compared_with_the_first_where_the_table_says_so(root):
 
 
 def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
-    frame.results.cache_clear()
+    results_of.cache_clear()
     [(path, draw)] = pages.pictures(root).items()
     draw(root / path)
     first = (root / path).read_bytes()

@@ -13,8 +13,10 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.tables import ANY, Table
-from lrpe_fairseq.experiments.report import evidence, frame, markdown, orders, plots, speed
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Wanted
+from lrpe_fairseq.experiments.report import evidence, markdown, orders, plots, speed
+from lrpe_fairseq.experiments.report.columns import ColumnView
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from lrpe_fairseq.experiments.report.sheets import Wanted
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
 LENGTHS = {"extrapolation": (128, 256, 512, 1024, 2048), "books": (512, 1024, 2048, 4096, 8192)}
@@ -42,14 +44,14 @@ GROUPS = {
 
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the two pages."""
-    results = frame.results(root)
+    results = results_of(root)
     answers = {PAGE: choosing(results)} if _is_measured(results) else {}
     return {**answers, INDEX: index(results)}
 
 
 def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
     """Return path -> function that draws the picture, of all or of those with wanted groups."""
-    results, folder = frame.results(root), "results/figures/"
+    results, folder = results_of(root), "results/figures/"
     if not _is_measured(results):
         return {}
     found = {}
@@ -83,7 +85,7 @@ def choosing(results: Results) -> str:
 
 def answer(root: Path) -> str:
     """Return README's five sentences, each with its command."""
-    results = frame.results(root)
+    results = results_of(root)
     return markdown.rendered("answer.md.j2", **_values(results)) if _is_measured(results) else ""
 
 

@@ -15,7 +15,7 @@ from lrpe_fairseq.experiments.records.console import command, refused_without
 from lrpe_fairseq.experiments.records.files import ROOT
 
 try:
-    from lrpe_fairseq.experiments.report import choosing, data, frame, gallery, pages, speed
+    from lrpe_fairseq.experiments.report import choosing, data, gallery, pages, sheets, speed
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
@@ -73,7 +73,7 @@ def pictures_of(root: Path, table: str, new: Collection[str]) -> dict[str, Draw]
     new: run files, by their paths relative to results/runs.
     """
 
-    def wanted(sheet: frame.Sheet) -> bool:
+    def wanted(sheet: sheets.Sheet) -> bool:
         return sheet.table.name == table or not sheet.runs.keys().isdisjoint(new)
 
     return {**pages.pictures(root, wanted), **choosing.pictures(root, wanted)}

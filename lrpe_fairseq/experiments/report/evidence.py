@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from lrpe_fairseq.experiments.records.keys import sizes
 from lrpe_fairseq.experiments.report import markdown, orders
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results, difference
+from lrpe_fairseq.experiments.report.columns import ColumnView, difference
+from lrpe_fairseq.experiments.report.results import Results
 
 # --- LRPE against RoPE ---------------------------------------------------------------------------
 

@@ -27,8 +27,9 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, plots
+from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots
 from lrpe_fairseq.experiments.report.pages import verdict
+from lrpe_fairseq.experiments.report.results import results_of
 
 VERSIONS = "results/versions"
 SHEET = "docs/encodings.png"
@@ -185,7 +186,7 @@ def _position(encoding: Encoding) -> str:
 
 def contact_sheet(path: Path) -> None:
     """Draw the weights of every method's causal softmax attention before training, as a PNG."""
-    shown = [name for name in ENCODINGS if frame.public_name(name) == name]
+    shown = [name for name in ENCODINGS if methods.public_name(name) == name]
     columns = 8
     rows = math.ceil(len(shown) / columns)
     figure = plots.blank(1.25 * columns, 1.42 * rows)
@@ -233,7 +234,7 @@ def departures_table() -> str:
 
 def departures_measured(root: Path) -> str:
     """Return the finding of the table ``fidelity`` at every scale with runs."""
-    results = frame.results(root)
+    results = results_of(root)
     found = [verdict(s.table, results.headlines(s)) for s in results.sheets_of("fidelity")]
     return "\n".join(found) or "Not measured."
 

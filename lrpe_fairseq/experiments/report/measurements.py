@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.records.tables import Column, Table
 from lrpe_fairseq.experiments.report import orders, priors
 
 if TYPE_CHECKING:
-    from lrpe_fairseq.experiments.report.frame import ColumnView
+    from lrpe_fairseq.experiments.report.columns import ColumnView
 
 CONTRASTS = Path("results", "paper", "contrasts.yaml")
 TRAINING = ("optimization.max_update", "task.tokens_per_sample", "model.document_boundary")

@@ -14,7 +14,7 @@ import pandas as pd
 
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
-    frame,
+    columns,
     markdown,
     orders,
     plots,
@@ -22,7 +22,9 @@ from lrpe_fairseq.experiments.report import (
     speed,
     yardsticks,
 )
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet, Wanted
+from lrpe_fairseq.experiments.report.columns import ColumnView
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 
 FOLDER = "results"
 FEWEST = 4
@@ -35,7 +37,7 @@ VERDICT = ["verdict", "difference", "low", "high"]
 
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of every page and CSV file of the tables with runs."""
-    results, found = frame.results(root), {}
+    results, found = results_of(root), {}
     by_page: dict[str, list[Table]] = {}
     for table in (t for t in results.tables.values() if results.sheets_of(t.name)):
         selection.require(results, table)
@@ -59,7 +61,7 @@ def pages(root: Path) -> dict[str, str]:
 
 def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
     """Return path -> function that draws the picture of every group, or of the wanted ones."""
-    results = frame.results(root)
+    results = results_of(root)
     every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
     return {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
@@ -137,7 +139,7 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     found = view.against(base)
     counts = [f"{len(rows)} {name}" for name, rows in found.items() if rows]
     unresolved = (view.verdict(row, base) for row in found[orders.UNRESOLVED])
-    visible = [own.visible for own in unresolved if own.known and own.visible < frame.WIDE]
+    visible = [own.visible for own in unresolved if own.known and own.visible < columns.WIDE]
     text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
     which = "one" if len(found[orders.UNRESOLVED]) == 1 else "ones"
     return text + (f" {_unresolved(visible, view, which)}" if visible else "")
@@ -145,7 +147,7 @@ def _against_baseline(view: ColumnView, base: str) -> str:
 
 def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:
     unit = orders.UNITS[view.kind].name
-    low, high = (frame.size(value, view.kind) for value in (min(visible), max(visible)))
+    low, high = (columns.size(value, view.kind) for value in (min(visible), max(visible)))
     span = low if low == high else f"{low} to {high}"
     return f"For the unresolved {which}, {span}{' ' * bool(unit)}{unit} would have shown."
 
@@ -291,7 +293,7 @@ def _theirs(view: ColumnView, row: str) -> str:
 
 def csv_of(results: Results, table: Table) -> str:
     """Return every number of a table: one line per scale, data set, row and column."""
-    own = results.frame[results.frame.table == table.name].groupby(CELL, sort=False)
+    own = results.values[results.values.table == table.name].groupby(CELL, sort=False)
     value, paper = own["value"], own["paper"].first()
     lines = {"mean": value.mean(), "deviation": value.std(), "seeds": value.size(), "paper": paper}
     every = pd.DataFrame(lines).reset_index()

@@ -38,7 +38,7 @@ def freeze(root: Path, release: str, *, replace: bool = False) -> Path:
     UserError for a release that is no version number, or that has its priors already.
     """
     from lrpe_fairseq.experiments.report import measurements
-    from lrpe_fairseq.experiments.report.frame import Results
+    from lrpe_fairseq.experiments.report.results import Results
 
     path = root / FOLDER / f"{release}.json"
     if not RELEASE.fullmatch(release):

@@ -7,7 +7,8 @@ from typing import Any
 from lrpe_fairseq.encodings import canonical_name
 from lrpe_fairseq.experiments.records.keys import comparable
 from lrpe_fairseq.experiments.records.tables import Row, Table
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results
+from lrpe_fairseq.experiments.report.columns import ColumnView
+from lrpe_fairseq.experiments.report.results import Results
 
 
 def require(results: Results, table: Table) -> None:

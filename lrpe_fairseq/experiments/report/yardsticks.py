@@ -8,7 +8,7 @@ from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.records.tables import Column
 
 if TYPE_CHECKING:
-    from lrpe_fairseq.experiments.report.frame import Sheet
+    from lrpe_fairseq.experiments.report.sheets import Sheet
 
 EXPERIMENT = "ngrams"
 MODELS = "lrpe_lm"

@@ -7,8 +7,9 @@ import pytest
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import frame, orders
-from lrpe_fairseq.experiments.report.frame import Results, method, public_name
+from lrpe_fairseq.experiments.report import columns, kinds, methods, orders
+from lrpe_fairseq.experiments.report.methods import method, public_name
+from lrpe_fairseq.experiments.report.results import Results
 from tests.test_results import make_run
 
 TABLE = """
@@ -101,13 +102,13 @@ def test_a_stack_with_a_pattern_fills_the_cell_of_its_row(root):
     assert found.names["stack"] == "lrpe-type2,none (linear,softmax)"
     assert found.cells["stack"] == {1: pytest.approx(30.1)}
     assert found.names["RoPE"] == "rope (linear)"
-    lines = Results(root).frame
+    lines = Results(root).values
     assert set(lines[lines.row == "stack"].attention) == {"linear,softmax"}
 
 
 def test_no_two_rows_of_a_table_of_this_repository_have_one_name():
     for table in load_tables(ROOT / "configs" / "tables"):
-        names = frame.names(table)
+        names = methods.names(table)
         for kind in ("linear", "softmax"):
             own = [names[row.label] for row in table.rows if kind in row.attention]
             assert len(own) == len(set(own)), table.name
@@ -171,7 +172,7 @@ def test_an_unresolved_sign_has_the_difference_that_would_have_shown(root):
         save(root, "rope", seed, measured(value, seed))
     view = column(root)
     assert view.mark("RoPE", "Type2") == orders.UNRESOLVED
-    visible = frame.size(view.verdict("RoPE", "Type2").visible, view.kind)
+    visible = columns.size(view.verdict("RoPE", "Type2").visible, view.kind)
     assert view.sign("RoPE", "Type2") == f"? {visible}"
     for run in (root / "results" / "runs" / "demo").glob("*-[23].json"):
         run.unlink()
@@ -192,7 +193,7 @@ def test_an_unresolved_sign_has_the_difference_that_would_have_shown(root):
     ],
 )
 def test_a_difference_is_text_with_its_interval(found, kind, text):
-    assert frame.difference(orders.Verdict(*found), kind) == text
+    assert columns.difference(orders.Verdict(*found), kind) == text
 
 
 def test_counts_of_tokens_widen_the_interval_of_a_perplexity(root):
@@ -201,7 +202,7 @@ def test_counts_of_tokens_widen_the_interval_of_a_perplexity(root):
 
 
 def test_the_kind_of_a_column_is_that_of_its_metrics():
-    assert frame.kind_of({"bleu"}) == "bleu"
-    assert frame.kind_of({"matthews", "accuracy"}) == "percent"
-    assert frame.kind_of({"loss-2048"}) == frame.kind_of({"gain"}) == "loss"
-    assert frame.kind_of({"state"}) == "plain"
+    assert kinds.kind_of({"bleu"}) == "bleu"
+    assert kinds.kind_of({"matthews", "accuracy"}) == "percent"
+    assert kinds.kind_of({"loss-2048"}) == kinds.kind_of({"gain"}) == "loss"
+    assert kinds.kind_of({"state"}) == "plain"
