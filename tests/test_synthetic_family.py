@@ -7,7 +7,7 @@ import pytest
 
 from lrpe_fairseq.experiments.data.synthetic import MULTIPLES, TASKS
 from lrpe_fairseq.experiments.families import load_named, runs
-from lrpe_fairseq.experiments.families.generated import SyntheticRun, read_accuracy
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.keys import RATE
