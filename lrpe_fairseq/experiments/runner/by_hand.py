@@ -103,17 +103,23 @@ def _with_earlier(out: Path, run: Run, data: Path) -> Run:
         return run
     parts = known.get("data", {})
     same = known.get(CHECKPOINT) == run[CHECKPOINT]
+    # The splits that only the earlier evaluation has must still be those that it read.
     if not same or folders.checksums(data, parts) != parts:
         print(f"{out} had results of another checkpoint or other data, which are replaced")
         return run
     metrics = dict(run["metrics"])
-    said = {**known["protocol"], **run["protocol"]}
+    sentences = {**known["protocol"], **run["protocol"]}
     for split, by_protocol in known["metrics"].items():
-        kept = {n: own for n, own in by_protocol.items() if said[n] == known["protocol"][n]}
+        # A protocol of the same name may be another one, such as blocks of another length.
+        kept = {
+            name: values
+            for name, values in by_protocol.items()
+            if sentences[name] == known["protocol"][name]
+        }
         if dropped := sorted(by_protocol.keys() - kept.keys()):
             print(f"{split}: the earlier results of another protocol go: {', '.join(dropped)}")
         if kept:
             metrics[split] = {**kept, **metrics.get(split, {})}
-    names = {name for own in metrics.values() for name in own}
-    protocol = {name: said[name] for name in sorted(names)}
+    names = {name for by_protocol in metrics.values() for name in by_protocol}
+    protocol = {name: sentences[name] for name in sorted(names)}
     return {**run, "metrics": metrics, "protocol": protocol, "data": {**parts, **run["data"]}}
