@@ -10,14 +10,8 @@ import pytest
 
 from lrpe_fairseq.encodings import encoding_class
 from lrpe_fairseq.experiments.records import keys
-from lrpe_fairseq.experiments.records.runs import (
-    FIELDS,
-    environment,
-    read_run,
-    read_runs,
-    validate,
-    write_run,
-)
+from lrpe_fairseq.experiments.records.machine import environment
+from lrpe_fairseq.experiments.records.runs import FIELDS, read_run, read_runs, validate, write_run
 from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.report import docs, pages, sheets
 from lrpe_fairseq.experiments.report.published import read_paper

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.families import in_columns, load_named, runs, with_data
+from lrpe_fairseq.experiments.records.bases import bases_in
 from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
 from lrpe_fairseq.experiments.records.files import ROOT, atomic_write, relative, require_writable
-from lrpe_fairseq.experiments.records.runs import bases_in
 from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices

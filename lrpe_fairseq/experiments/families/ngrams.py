@@ -17,13 +17,14 @@ from lrpe_fairseq.experiments.families import runs
 from lrpe_fairseq.experiments.families.lm import LMRun, with_words
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard
+from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.experiments.records.protocols import (
     REPEATED,
     TRUNCATED,
     Protocol,
     Window,
 )
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.records.tables import load_tables
 
 ORDERS = ngrams.ORDERS

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import canonical_name, options_of_encodings, options_read_by
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, plain
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.records.tables import (
     HALVES,
     PARTS,
@@ -165,6 +165,17 @@ def comparable(name: str, value: Any) -> Any:
         return plain(value)
     own = canonical_name if name.endswith("position_encoding") else str
     return plain(patterns.canonical(value, own))
+
+
+def plain(value: Any) -> Any:
+    """Return a canonical value: 1, 1.0 and "1" are equal, and so are True and "true"."""
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    text = str(value).strip().lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def steps(config: Mapping[str, Any]) -> list[float]:

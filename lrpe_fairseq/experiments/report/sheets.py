@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
-from lrpe_fairseq.experiments.records.keys import RATE, filled, option
+from lrpe_fairseq.experiments.records.keys import RATE, filled, option, plain
 from lrpe_fairseq.experiments.records.protocols import BEYOND, HOLDS, Protocol, derived
-from lrpe_fairseq.experiments.records.runs import Run, plain
+from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.records.tables import Column, Row, Table
 
 

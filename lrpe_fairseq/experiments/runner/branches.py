@@ -13,7 +13,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.files import atomic_write
-from lrpe_fairseq.experiments.records.runs import USAGE
+from lrpe_fairseq.experiments.records.provenance import USAGE
 
 SCHEDULE = "lrpe_trapezoid"
 LENGTH = frozenset({"optimization.max_update", "lr_scheduler.max_update"})

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import corpus, folders
-from lrpe_fairseq.experiments.records import checkpoints, runs
+from lrpe_fairseq.experiments.records import checkpoints, provenance, runs
 from lrpe_fairseq.experiments.records.files import relative, require_writable
-from lrpe_fairseq.experiments.records.runs import Run, environment, write_run
+from lrpe_fairseq.experiments.records.machine import environment
+from lrpe_fairseq.experiments.records.runs import Run, write_run
 
 CHECKPOINT = "checkpoint"
 """Field of a run file: the sha256 of the evaluated checkpoint."""
@@ -81,7 +82,7 @@ def record(
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
         **environment(checkpoint.absolute().parent.glob("eval-*.log")),
-        **runs.provenance(checkpoint.absolute().parent.parent),
+        **provenance.provenance(checkpoint.absolute().parent.parent),
     }
 
 

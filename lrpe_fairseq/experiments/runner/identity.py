@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.errors import did_you_mean
 from lrpe_fairseq.experiments.records import checkpoints, keys
-from lrpe_fairseq.experiments.records.runs import plain
+from lrpe_fairseq.experiments.records.keys import plain
 
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
