@@ -52,7 +52,8 @@ def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     tasks = list(glue.TASKS) if options.task == "all" else [options.task]
     glue.named(tasks[0])  # raises
     config = families.config_of(table, options.scale)
-    source, seeds = source_of(options.checkpoint), range(1, options.seeds + 1)
+    source = source_of(options.checkpoint)
+    seeds = range(1, options.seeds + 1)
     made = finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
     first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"
     if options.checkpoint.absolute().match(str(ROOT / first)):

@@ -85,7 +85,8 @@ def show(finished: Sequence[TrainingRun]) -> None:
 def counted(run: TrainingRun) -> dict[str, float]:
     """Return the test perplexities of n-grams on as many tokens as ``run`` has read, by name."""
     settings = run.settings()
-    read, length = ngrams.tokens_read(settings), int(settings.task.tokens_per_sample)
+    read = ngrams.tokens_read(settings)
+    length = int(settings.task.tokens_per_sample)
     wanted = ngrams.by_hand(run.data, read, length, (("test", BLOCKS),))
     [measured] = ngrams.measure([wanted])
     found = measured["metrics"]["test"][BLOCKS]

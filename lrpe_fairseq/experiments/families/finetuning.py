@@ -64,13 +64,15 @@ class FinetuningRun(TrainingRun):
         source = {"checkpoint": best, "label": cell.label}
         source |= {"attention_type": cell.attention, "position_encoding": cell.encoding}
         tasks = [cell.dataset.removeprefix("glue-")]
-        rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
+        rates = table.rates_at(scale, cell.rates)
+        home = table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
 
     @classmethod
     def preparation_of(cls, data: Path) -> list[str]:
         """Return the command for data/glue-<pre-training data>/<task>, with that data's pieces."""
-        home, pieces = data.parent, data.parent.name.removeprefix("glue-")
+        home = data.parent
+        pieces = data.parent.name.removeprefix("glue-")
         if pieces == home.name:
             return []
         script = f"data-prep/glue/prepare.py {data.name} --tokens-of"

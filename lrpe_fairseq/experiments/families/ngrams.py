@@ -71,7 +71,8 @@ class Fitted:
     """N-grams of the first ``tokens`` training tokens, and p of the held-out tokens, kept."""
 
     def __init__(self, texts: Corpus, tokens: int) -> None:
-        self.texts, self.tokens = texts, tokens
+        self.texts = texts
+        self.tokens = tokens
         self._model = ngrams.KneserNey(texts.split("train")[:tokens], texts.symbols)
         self._alone: dict[str, np.ndarray] = {}
         self._mixtures: dict[int, ngrams.Mixture] = {}
@@ -130,7 +131,8 @@ def _plain(evaluations: Evaluations) -> set[tuple[str, str]]:
 
 def measure(wanted: Sequence[Yardstick]) -> Iterator[Run]:
     """Yield the run files of yardsticks of one data folder; one model is in memory at a time."""
-    texts, fit = Corpus(wanted[0].data) if wanted else None, None
+    texts = Corpus(wanted[0].data) if wanted else None
+    fit = None
     for one in wanted:
         begun = time.monotonic()
         if fit is None or fit.tokens != one.tokens:

@@ -92,7 +92,8 @@ def scored_tokens(folder: Path) -> str:
 
 def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str, float]:
     """Return the :data:`METRICS` of a protocol, or ``diverged``. Raises: RunFailed without one."""
-    found, names = parse_validation(log, split), METRICS[protocol]
+    found = parse_validation(log, split)
+    names = METRICS[protocol]
     if missing := [name for name in names.values() if name not in found]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
     measured = {name: found[printed] for name, printed in names.items()}

@@ -221,7 +221,8 @@ def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
 
 def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[str, float], str]:
     """Return corpus BLEU and chrF of detokenized text, and BLEU's signature."""
-    bleu, chrf = BLEU(), CHRF()
+    bleu = BLEU()
+    chrf = CHRF()
     found = {
         "bleu": bleu.corpus_score(list(translated), [list(reference)]).score,
         "chrf": chrf.corpus_score(list(translated), [list(reference)]).score,

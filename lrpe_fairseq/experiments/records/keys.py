@@ -86,7 +86,8 @@ def filled(table: Table, run: Run) -> list[tuple[str, str]]:
     """Return (label of the row, key of the column) of every cell of ``table`` that a run fills."""
     if run["experiment"] not in table.experiments or run["scale"] not in table.scales:
         return []
-    own, rate = key(table, run), option(run["config"], RATE)
+    own = key(table, run)
+    rate = option(run["config"], RATE)
     return [
         (row.label, column.key)
         for row, column in _places(table).get(own, ())

@@ -51,7 +51,8 @@ def pages(root: Path) -> dict[str, str]:
 
 def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
     """Return path -> function that draws the picture, of all or of those with wanted groups."""
-    results, folder = results_of(root), "results/figures/"
+    results = results_of(root)
+    folder = "results/figures/"
     if not _is_measured(results):
         return {}
     found = {}
@@ -218,7 +219,8 @@ def _not_run(results: Results) -> str:
 
 def draw_lengths(path: Path, results: Results, table: str) -> None:
     """Draw perplexity of the same tokens by context, a panel per attention type."""
-    panels, lengths = [], LENGTHS[table]
+    panels = []
+    lengths = LENGTHS[table]
     for attention, rows in CURVES.items():
         views = [(n, results.column(table, f"{attention}-paired-{n}")) for n in lengths]
         names = views[0][1].names

@@ -88,7 +88,8 @@ def main_of_table(table: str, new: Collection[str] = (), root: Path = ROOT) -> i
 def write(root: Path, parts: Iterable[str], drawn: Callable[[], dict[str, Draw]]) -> int:
     """Write the pages of ``parts`` and the pictures that ``drawn`` returns; return 0."""
     print("docs: reading the runs", flush=True)
-    texts, drawings = render(root, parts), drawn()  # before anything is written
+    texts = render(root, parts)
+    drawings = drawn()  # before anything is written
     for path, text in texts.items():
         _write(root / path, text)
     for count, (path, draw) in enumerate(drawings.items(), 1):
@@ -99,7 +100,8 @@ def write(root: Path, parts: Iterable[str], drawn: Callable[[], dict[str, Draw]]
 
 def stale(root: Path, parts: Iterable[str]) -> list[str]:
     """Return stale pages and missing pictures; for all parts, also files that no part makes."""
-    texts, drawings = render(root, parts), pictures(root, parts)
+    texts = render(root, parts)
+    drawings = pictures(root, parts)
     found = [path for path, text in texts.items() if _read(root / path) != text]
     found += [f"{path} (missing)" for path in drawings if not (root / path).exists()]
     if set(parts) < set(PARTS):

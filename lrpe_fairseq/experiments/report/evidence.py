@@ -152,7 +152,8 @@ def learned(view: ColumnView, rows: Sequence[str]) -> str:
     """Return whether the better of some rows has a lower perplexity than n-grams, with both."""
     if not view.yardstick:
         return "–"
-    best, ngrams = min(view.mean(row) for row in rows), view.yardstick["ppl"]
+    best = min(view.mean(row) for row in rows)
+    ngrams = view.yardstick["ppl"]
     word = "better" if best < ngrams else "no better"
     return f"{word}, {best:.1f} against {ngrams:.1f}"
 

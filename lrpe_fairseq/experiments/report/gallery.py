@@ -100,7 +100,8 @@ def encodings_table() -> str:
     rows = []
     for name in ENCODINGS:
         encoding = built(name)
-        linear, both = encoding.serves_linear, not encoding.causal_only
+        linear = encoding.serves_linear
+        both = not encoding.causal_only
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
         link = f"[`{name}`](#{FAMILY if _is_lrpe(name) else name})"
         row = [link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
@@ -212,7 +213,8 @@ def weights(name: str) -> Tensor:
     encoding = build_encoding(name, head_dim=width, num_heads=heads, causal=True).eval()
     x = torch.randn(CONTENTS, 1, heads * width).expand(-1, TOKENS, -1)
     q = k = 1.5 * x.unflatten(-1, (heads, width)).transpose(1, 2)
-    tokens, gates = tokens_of(x), encoding.log_gates(x)
+    tokens = tokens_of(x)
+    gates = encoding.log_gates(x)
     if gates is not None:
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
     given = tokens.positions, tokens.padding, tokens.starts, {}

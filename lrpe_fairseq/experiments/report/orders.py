@@ -188,7 +188,9 @@ class Measurement:
         primary: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.cells = {row: dict(values) for row, values in cells.items() if values}
-        self.kind, self.better, self.sampling = kind, better, sampling
+        self.kind = kind
+        self.better = better
+        self.sampling = sampling
         self._means = {row: float(np.mean(list(own.values()))) for row, own in self.cells.items()}
         self._primary = {frozenset(pair) for pair in primary}
         self._frozen = prior
@@ -231,7 +233,8 @@ class Measurement:
         if not seeds or strength + len(seeds) < 2:
             return NOTHING
         gaps = np.array([own[seed] - other[seed] for seed in seeds])
-        count, freedom = len(gaps), strength + len(gaps) - 1
+        count = len(gaps)
+        freedom = strength + len(gaps) - 1
         squares = max(float(((gaps - gaps.mean()) ** 2).sum()), LEAST**2 * (count - 1))
         variance = (strength * self._expected(a, b) + squares) / freedom
         total = variance / count + self.sampling
@@ -318,7 +321,9 @@ def _variances(
     gaps = values[first] - values[second]
     count = (~np.isnan(gaps)).sum(1)
     several = count > 1
-    first, second, gaps = first[several], second[several], gaps[several]
+    first = first[several]
+    second = second[several]
+    gaps = gaps[several]
     freedom = count[several] - 1.0
     if not len(gaps):
         return first, second, np.array([]), freedom
@@ -362,7 +367,8 @@ def correlation(ours: Sequence[float], theirs: Sequence[float]) -> Correlation |
     pairs = np.array([ours, theirs])
     if len(ours) < FEWEST_RANKED or (np.ptp(pairs, axis=1) == 0).any():
         return None
-    draw, found = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    found = []
     while len(found) < DRAWS:
         own = pairs[:, draw.integers(0, len(ours), len(ours))]
         if (np.ptp(own, axis=1) > 0).all():

@@ -37,7 +37,8 @@ VERDICT = ["verdict", "difference", "low", "high"]
 
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of every page and CSV file of the tables with runs."""
-    results, found = results_of(root), {}
+    results = results_of(root)
+    found = {}
     by_page: dict[str, list[Table]] = {}
     for table in (t for t in results.tables.values() if results.sheets_of(t.name)):
         selection.require(results, table)
@@ -230,7 +231,8 @@ def _change(first: ColumnView, view: ColumnView) -> str:
 
 
 def _place(view: ColumnView, before: str = "") -> str:
-    kind, title = view.column.attention, before + view.column.title
+    kind = view.column.attention
+    title = before + view.column.title
     return title.capitalize() if kind == ANY else f"{kind.capitalize()} attention, {title}"
 
 
@@ -294,7 +296,8 @@ def _theirs(view: ColumnView, row: str) -> str:
 def csv_of(results: Results, table: Table) -> str:
     """Return every number of a table: one line per scale, data set, row and column."""
     own = results.values[results.values.table == table.name].groupby(CELL, sort=False)
-    value, paper = own["value"], own["paper"].first()
+    value = own["value"]
+    paper = own["paper"].first()
     lines = {"mean": value.mean(), "deviation": value.std(), "seeds": value.size(), "paper": paper}
     every = pd.DataFrame(lines).reset_index()
     every = every.join(_verdicts(results, table, every))

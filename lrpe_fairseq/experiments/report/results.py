@@ -26,7 +26,8 @@ class Measurements:
     """
 
     def __init__(self, root: Path, views: Callable[[], Iterator[ColumnView]]) -> None:
-        self.root, self._views = root, views
+        self.root = root
+        self._views = views
 
     def of(self, key: "measurements.Key") -> orders.Measurement:
         """Return the measurement of a key, with the rows of all columns that have it."""

@@ -27,7 +27,8 @@ class Scores(dict[int, float]):
         names: Mapping[int, str] = {},
     ):
         super().__init__(values)
-        self.lost, self.names = frozenset(lost), dict(names)
+        self.lost = frozenset(lost)
+        self.names = dict(names)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class Yardsticks:
 def _require_same_tests(model: tuple[str, Run], ngrams: Run, split: str) -> None:
     """Raise ValueError if the checksums of a split are known and differ."""
     name, run = model
-    theirs, ours = run.get("data", {}).get(split), ngrams.get("data", {}).get(split)
+    theirs = run.get("data", {}).get(split)
+    ours = ngrams.get("data", {}).get(split)
     if theirs and ours and theirs != ours:
         raise ValueError(f"{name} was evaluated on another split {split} than its n-grams")

@@ -46,7 +46,8 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
     source: ``<run>/checkpoints/checkpoint_*_<updates>.pt``. It is the last checkpoint and the best
     one so far.
     """
-    home, target = source.parent.parent, folder / "checkpoints"
+    home = source.parent.parent
+    target = folder / "checkpoints"
     target.mkdir(parents=True, exist_ok=True)
     for name in (USAGE, f"checkpoints/{checkpoints.DICTIONARIES}"):
         shutil.copyfile(home / name, folder / name)

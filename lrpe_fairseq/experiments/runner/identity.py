@@ -85,7 +85,8 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     canonical names. An option that did not exist when the training ran counts as its default. What
     nothing reads is not compared.
     """
-    wanted, usual = options(resolved(settings)), _usual(_names(settings))
+    wanted = options(resolved(settings))
+    usual = _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}

@@ -93,7 +93,8 @@ class TrainingRun(ABC):
         rates: list[Any] = [""]
         if "{lr}" in cls.run_name:
             rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
-        made, pattern = [], cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
+        made = []
+        pattern = cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
         known = {"scale": scale, "cell": cell.name, "dataset": cell.dataset, "seed": seed}
         for lr in (f"{rate:g}" if rate else "" for rate in rates):
             name = pattern.format(**known, data=data.name, lr=lr)
