@@ -103,7 +103,8 @@ def _recall(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
     longer than those of training the blanks that make it longer are before the first query.
     """
     longest = scale.lengths[task]
-    fewest, most = longest // 16, min(length, longest) // 8
+    fewest = longest // 16
+    most = min(length, longest) // 8
     number = fewest + below(rng, most - fewest + 1)
     keys = [f"k{n + 1}" for n in rng.permutation(scale.keys)[:number]]
     assigned = list(keys)
@@ -120,10 +121,12 @@ def _with_queries(
 ) -> Sample:
     start = 2 * len(pairs) + blanks
     inputs = [*itertools.chain.from_iterable(pairs), *[BLANK] * (length - 2 * len(pairs))]
-    targets, latest = [PAD] * length, dict(pairs)
+    targets = [PAD] * length
+    latest = dict(pairs)
     for key, gap in zip(keys, gaps(rng, (length - start) // 2, len(keys)), strict=True):
         place = start + 2 * gap
-        inputs[place], targets[place] = key, latest[key]
+        inputs[place] = key
+        targets[place] = latest[key]
     return Sample(tuple(inputs), tuple(targets))
 
 
@@ -147,7 +150,9 @@ def _flip_flop(rng: RandomState, scale: Scale, length: int, ignore: float = IGNO
     drawn = rng.random_sample(count)
     instructions = ["w" if u < share else "r" if u < 2 * share else "i" for u in drawn]
     instructions[0], instructions[-1] = "w", "r"
-    inputs, targets, memory = [], [], ""
+    inputs = []
+    targets = []
+    memory = ""
     for instruction, bit in zip(instructions, rng.randint(2, size=count), strict=True):
         memory = str(bit) if instruction == "w" else memory
         reads = instruction == "r"
@@ -303,7 +308,8 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
     Samples longer than those of training are scored beyond the longest of them only. A causal model
     reads what comes before as it reads a sample of training.
     """
-    task, longest = TASKS[recipe.task], recipe.length
+    task = TASKS[recipe.task]
+    longest = recipe.length
     shortest = max(2, int(task.shortest * longest))
     seen = len(task.draw(RandomState(0), recipe.sizes, longest).inputs)
 
@@ -357,7 +363,8 @@ def count(recipe: Recipe, text: Path) -> dict[str, Any]:
     splits = {}
     for split in recipe.splits:
         rows = [[line.split() for line in prep.read_lines(text / f"{split}.{s}")] for s in SIDES]
-        lengths, answers = list(map(len, rows[0])), Counter(itertools.chain(*rows[1]))
+        lengths = list(map(len, rows[0]))
+        answers = Counter(itertools.chain(*rows[1]))
         del answers[PAD]
         splits[split] = {
             "samples": len(lengths),
