@@ -15,7 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from lrpe_fairseq.experiments.records.files import write_json
-from lrpe_fairseq.experiments.records.runs import environment
+from lrpe_fairseq.experiments.records.machine import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "versions"
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from lrpe_fairseq import dictionaries
-from lrpe_fairseq.experiments.commands import evaluate
+from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.records import checkpoints
 from tests.end_to_end.commands import SMALL, TRAINING, run, saved
 from tests.trial import checkpoint
@@ -113,4 +113,4 @@ def test_a_training_of_fairseq_records_its_words_and_others_of_equal_size_are_re
     first, second, *rest = (data / "bin" / "dict.txt").read_text().splitlines()
     (data / "bin" / "dict.txt").write_text("\n".join([second, first, *rest, ""]))
     with pytest.raises(ValueError, match=r"is not the dictionary that .* was trained with"):
-        evaluate.evaluate_lm(path, data, ["test"])
+        eval_lm.evaluate_lm(path, data, ["test"])

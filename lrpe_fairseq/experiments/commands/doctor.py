@@ -92,14 +92,16 @@ def training() -> str:
 
     from lrpe_fairseq.attention.multihead import MultiheadAttention
 
-    count, found = torch.cuda.device_count(), []
+    count = torch.cuda.device_count()
+    found = []
     if count > 1 and not torch.distributed.is_nccl_available():
         raise ValueError(f"{count} GPUs, but this torch has no NCCL")
     half = torch.bfloat16 if count and torch.cuda.get_device_capability() >= (8,) else torch.float16
     for device, dtype in (("cpu", torch.float32), *((f"cuda:{n}", half) for n in range(count))):
         for attention, name in FORMS:
             choices = {"attention_type": attention, "position_encoding": name}
-            layer, grads = MultiheadAttention(128, 2, causal=True, **choices), []
+            layer = MultiheadAttention(128, 2, causal=True, **choices)
+            grads = []
             x = torch.randn(2, 100, 128, dtype=dtype)
             for at, own in ((device, dtype), ("cpu", torch.float64)):
                 layer.to(at, own).zero_grad()

@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     logging.disable_progress_bar()
     options = _parse(arguments, ("auto", *tokenizers.KINDS, "none"))
-    checkpoint, data = options.checkpoint, options.data
+    checkpoint = options.checkpoint
+    data = options.data
     if options.tokenizer != "none":
         data = data or _data_of(checkpoint)
         _require_dictionary(checkpoint, tokenizers.find_dictionary(data))

@@ -20,7 +20,8 @@ from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.report import frame, pages, plots
+from lrpe_fairseq.experiments.report import pages, plots
+from lrpe_fairseq.experiments.report.results import Results
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -62,7 +63,7 @@ def planned(seeds: int) -> list[TrainingRun]:
 def show(finished: Sequence[TrainingRun]) -> None:
     """Print the table, the n-gram counts and a text of the best model; draw the table."""
     measured = {run.name: read_run(run.result) for run in finished}
-    results = frame.Results(ROOT, measured)
+    results = Results(ROOT, measured)
     views = results.headlines(results.sheets_of(TABLE)[0])
     table = pages.grid(views[0].table, views)
     print(f"\nTest perplexity per character, lower is better:\n\n{table}")
@@ -84,7 +85,8 @@ def show(finished: Sequence[TrainingRun]) -> None:
 def counted(run: TrainingRun) -> dict[str, float]:
     """Return the test perplexities of n-grams on as many tokens as ``run`` has read, by name."""
     settings = run.settings()
-    read, length = ngrams.tokens_read(settings), int(settings.task.tokens_per_sample)
+    read = ngrams.tokens_read(settings)
+    length = int(settings.task.tokens_per_sample)
     wanted = ngrams.by_hand(run.data, read, length, (("test", BLOCKS),))
     [measured] = ngrams.measure([wanted])
     found = measured["metrics"]["test"][BLOCKS]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.families import in_columns, load_named, runs, with_data
+from lrpe_fairseq.experiments.records.bases import bases_in
 from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
 from lrpe_fairseq.experiments.records.files import ROOT, atomic_write, relative, require_writable
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import bases_in
+from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace
@@ -35,7 +35,8 @@ SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": in
 def main(arguments: list[str] | None = None) -> int:
     """Run a table, submit it, or print its commands or progress; return the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    options, begun = _parse(given), time.monotonic()
+    options = _parse(given)
+    begun = time.monotonic()
     table = load_named(options.table)
     options.scale = options.scale or usual_scale(table)
     chosen = _select(table, options)
@@ -174,7 +175,8 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise ValueError or UserError for impossible numbers and options that would be ignored."""
-    least, minutes = grace() + CLOSING_SECONDS, options.minutes
+    least = grace() + CLOSING_SECONDS
+    minutes = options.minutes
     if min(options.seeds, options.jobs, 1 if options.gpus is None else options.gpus) < 1:
         raise ValueError("--seeds, --jobs and --gpus must be at least 1")
     if minutes is not None and not 60 * minutes > least:

@@ -65,7 +65,8 @@ def run_pieces(
     workers: int = 1,
 ) -> None:
     """Steps: write ``pieces/`` and ``bin/`` of both sides. Raises: UserError for an empty line."""
-    reads, bin_dir = sides(texts, languages), steps.dest / "bin"
+    reads = sides(texts, languages)
+    bin_dir = steps.dest / "bin"
     encoded = sides({split: steps.dest / "pieces" / split for split in texts}, languages)
     names = [binary_name(split, languages, s) for split in texts for s in languages]
     for path in reads.values():

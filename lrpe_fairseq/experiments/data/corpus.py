@@ -226,7 +226,8 @@ def _stored(file: str, folder: Path) -> Opener:
 
 def _download(urls: Sequence[str], part: Path) -> None:
     """Complete ``part`` from the first address that answers."""
-    file, reason = part.stem, "no URL is known"
+    file = part.stem
+    reason = "no URL is known"
     part.parent.mkdir(parents=True, exist_ok=True)
     for url, attempt in itertools.product(urls, range(ATTEMPTS)):
         try:
@@ -329,7 +330,8 @@ def count_binary(prefix: Path) -> dict[str, int]:
     ``unknown`` is the number of ``<unk>`` among them.
     """
     lengths = row_lengths(prefix)
-    samples, tokens = len(lengths), int(lengths.sum(dtype=np.int64))
+    samples = len(lengths)
+    tokens = int(lengths.sum(dtype=np.int64))
     width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
     stored = np.memmap(f"{prefix}.bin", dtype={2: np.uint16, 4: np.int32}[width], mode="r")
     return {"samples": samples, "tokens": tokens, "unknown": int((stored == FAIRSEQ_UNK).sum())}
@@ -358,8 +360,10 @@ def count_split(text: Path, prefix: Path) -> dict[str, int]:
     per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``, and that of
     PG-19 ``2 ** (loss * tokens / words)``. ``words_with_eos`` adds one end of line per line.
     """
-    sizes, binary = [len(line.split()) for line in read_lines(text)], count_binary(prefix)
-    lines, words = len(sizes), sum(sizes)
+    sizes = [len(line.split()) for line in read_lines(text)]
+    binary = count_binary(prefix)
+    lines = len(sizes)
+    words = sum(sizes)
     if binary.pop("samples") != lines:
         raise UserError(
             f"{prefix}.bin and {text} have different numbers of lines: delete both and run again."
@@ -389,10 +393,12 @@ class Steps:
 
     def __init__(self, dest: Path, corpus: str, level: str) -> None:
         """Read the manifest of ``dest``. Raises: UserError if it is of another corpus or level."""
-        self.dest, self.path = dest, dest / "manifest.json"
+        self.dest = dest
+        self.path = dest / "manifest.json"
         require_writable(dest, "--dest")
         self.head = {"corpus": corpus, "level": level}
-        self.old, self.done = {}, {}
+        self.old = {}
+        self.done = {}
         with contextlib.suppress(ValueError):  # a damaged manifest counts as none
             self.old = read_json(self.path)
         found = {key: self.old.get(key, value) for key, value in self.head.items()}

@@ -137,7 +137,8 @@ def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
 
     Raises: UserError if a file is missing or corrupt, or as long as the official one but different.
     """
-    task, files = TASKS[name], {}
+    task = TASKS[name]
+    files = {}
     for split, file in task.files.items():
         target = raw / f"{file}.tsv"
         if from_dir is not None:
@@ -245,7 +246,8 @@ def _is_label(text: str, task: GlueTask) -> bool:
 def _require_official(name: str, split: str, path: Path) -> None:
     """Raise UserError for more examples than in the official file, or as many but different."""
     task = TASKS[name]
-    official, known = task.examples[split], SHA256.get(f"{name}/{path.name}")
+    official = task.examples[split]
+    known = SHA256.get(f"{name}/{path.name}")
     found = sum(1 for _ in read_examples(path, task))
     if found == 0 or found > official:
         raise UserError(f"{path} has {found:,} examples instead of {official:,}: fetch it again.")

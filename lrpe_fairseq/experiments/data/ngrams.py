@@ -67,7 +67,8 @@ def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]
     """
     if len(text) and not 0 <= text.min() <= text.max() < symbols:
         raise ValueError(f"the text has symbols outside 0 to {symbols - 1}")
-    keys, found = Keys(symbols), [text.astype(np.int64)]
+    keys = Keys(symbols)
+    found = [text.astype(np.int64)]
     for _ in range(2, orders + 1):
         own, whole = _keys(found[-1], text, symbols)
         table, places = np.unique(own[whole], return_inverse=True)
@@ -119,7 +120,8 @@ class KneserNey:
 
     def __init__(self, text: Ints, symbols: int, orders: int = ORDERS) -> None:
         self.keys, ids = count_keys(text, symbols, orders)
-        self._highest, self._below = [], []
+        self._highest = []
+        self._below = []
         for order in range(1, orders + 1):
             size = self.keys.size(order)
             counts = np.bincount(_seen(ids[order - 1]), minlength=size)
@@ -132,7 +134,8 @@ class KneserNey:
                 self._below.append(self._level(order, np.bincount(before, minlength=size)))
 
     def _level(self, order: int, counts: Ints) -> Level:
-        contexts, size = self.keys.prefixes(order), self.keys.size(order - 1)
+        contexts = self.keys.prefixes(order)
+        size = self.keys.size(order - 1)
         taken = np.minimum(discounts(counts)[np.minimum(counts, 3)], counts)
         totals = np.bincount(contexts, weights=counts, minlength=size)
         lost = np.bincount(contexts, weights=taken, minlength=size)
@@ -202,7 +205,8 @@ def cached(text: Ints, symbols: int, order: int, window: int) -> tuple[Floats, I
 
 def _recent(ids: Ints, window: int) -> Ints:
     """Return how often the id at every token is among the ``window`` before it; 0 if unseen."""
-    places, step = np.arange(len(ids)), len(ids) + 1
+    places = np.arange(len(ids))
+    step = len(ids) + 1
     by_id = np.sort(ids * step + places)
     first = np.maximum(places - window, 0)
     found = np.searchsorted(by_id, ids * step + places) - np.searchsorted(by_id, ids * step + first)
@@ -221,7 +225,9 @@ class Mixture:
     """
 
     def __init__(self, model: KneserNey, order: int, window: int, held_out: Ints) -> None:
-        self.model, self.order, self.window = model, order, window
+        self.model = model
+        self.order = order
+        self.window = window
         parts, defined = self._parts(held_out)
         self._weights = {
             int(pattern): fitted(parts[:, defined == pattern]) for pattern in np.unique(defined)

@@ -176,7 +176,8 @@ def rotate(tree: Tree) -> Tree:
     """
     if not tree.children or not tree.children[0].children:
         return tree
-    (left, right), (outer, inner) = tree.children, tree.children[0].children
+    left, right = tree.children
+    outer, inner = tree.children[0].children
     return Tree(left.label, (rotate(outer), Tree(tree.label, (rotate(inner), rotate(right)))))
 
 
@@ -291,7 +292,9 @@ def labels(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 def sampler(recipe: Recipe) -> Callable[[RandomState], Sample]:
     """Return the function that draws one sample."""
-    task, scale, known = recipe.task, recipe.sizes, labels(recipe)
+    task = recipe.task
+    scale = recipe.sizes
+    known = labels(recipe)
     if task in SEQUENCES:
         return partial(_sequence, scale=scale, symbols=known[0], answer=SEQUENCES[task])
     if task == "tree-ops":
@@ -326,7 +329,8 @@ def draw_splits(
     known: set[tuple[str, ...]] = set()
     found: dict[str, list[Drawn]] = {}
     for number, (split, (count, draw)) in enumerate(splits.items()):
-        rng, found[split] = RandomState([recipe.seed, number]), []
+        rng = RandomState([recipe.seed, number])
+        found[split] = []
         for _ in range(count):
             drawn = (draw(rng) for _ in range(PATIENCE))
             sample = next((one for one in drawn if tokens(one) not in known), None)
@@ -365,7 +369,8 @@ def binarize(
     dictionaries: names under which ``bin/`` contains ``dict.txt``. dictionary: its name in the
     manifest.
     """
-    text, bin_dir = steps.dest / "text", steps.dest / "bin"
+    text = steps.dest / "text"
+    bin_dir = steps.dest / "bin"
     written = {column.text: text / column.text for column in columns}
     written[dictionary] = text / "dict.txt"
 

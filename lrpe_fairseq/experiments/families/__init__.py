@@ -15,8 +15,9 @@ from typing import Any
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
-from lrpe_fairseq.experiments.families.generated import SyntheticRun, TransductionRun
 from lrpe_fairseq.experiments.families.lm import LMRun, PretrainingRun
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun
+from lrpe_fairseq.experiments.families.transduction import TransductionRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
@@ -26,7 +27,7 @@ from lrpe_fairseq.experiments.records.files import (
     require_checkout,
 )
 from lrpe_fairseq.experiments.records.keys import Cell, cells
-from lrpe_fairseq.experiments.records.layout import Table, load_table
+from lrpe_fairseq.experiments.records.tables import Table, load_table
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 FAMILIES: dict[str, type[TrainingRun]] = {

@@ -75,7 +75,8 @@ class ClassificationRun(TrainingRun):
         said: dict[str, str] = {}
         for protocol in dict.fromkeys(own for _, own in self.evaluations):
             splits = [split for split, own in dict.fromkeys(self.evaluations) if own == protocol]
-            best, data = self.checkpoints / checkpoints.BEST, self.data_of(protocol)
+            best = self.checkpoints / checkpoints.BEST
+            data = self.data_of(protocol)
             words = ("eval_classifier", best, data, "--splits", *splits)
             measured = written_by(run, self.folder / f"eval-{protocol}.json", *words)
             for split in splits:

@@ -19,8 +19,8 @@ from lrpe_fairseq.experiments.data.folders import Checksums, digest_of, manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
 from lrpe_fairseq.experiments.records.keys import Cell, comparable
-from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import Table, file_name
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_by
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -64,13 +64,15 @@ class FinetuningRun(TrainingRun):
         source = {"checkpoint": best, "label": cell.label}
         source |= {"attention_type": cell.attention, "position_encoding": cell.encoding}
         tasks = [cell.dataset.removeprefix("glue-")]
-        rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
+        rates = table.rates_at(scale, cell.rates)
+        home = table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
 
     @classmethod
     def preparation_of(cls, data: Path) -> list[str]:
         """Return the command for data/glue-<pre-training data>/<task>, with that data's pieces."""
-        home, pieces = data.parent, data.parent.name.removeprefix("glue-")
+        home = data.parent
+        pieces = data.parent.name.removeprefix("glue-")
         if pieces == home.name:
             return []
         script = f"data-prep/glue/prepare.py {data.name} --tokens-of"

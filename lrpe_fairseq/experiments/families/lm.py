@@ -129,7 +129,8 @@ def evaluation_command(
 
     A model with a memory of earlier blocks needs the task of its training to carry it.
     """
-    tokens, parsed = options["task.tokens_per_sample"], Protocol.parse(protocol)
+    tokens = options["task.tokens_per_sample"]
+    parsed = Protocol.parse(protocol)
     overrides = parsed.overrides(tokens)
     return [
         str(BIN / "fairseq-eval-lm"),

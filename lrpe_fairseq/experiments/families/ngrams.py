@@ -17,14 +17,15 @@ from lrpe_fairseq.experiments.families import runs
 from lrpe_fairseq.experiments.families.lm import LMRun, with_words
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard
-from lrpe_fairseq.experiments.records.layout import load_tables
+from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.experiments.records.protocols import (
     REPEATED,
     TRUNCATED,
     Protocol,
     Window,
 )
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
+from lrpe_fairseq.experiments.records.tables import load_tables
 
 ORDERS = ngrams.ORDERS
 EXPERIMENT = SCALE = TASK = "ngrams"
@@ -70,7 +71,8 @@ class Fitted:
     """N-grams of the first ``tokens`` training tokens, and p of the held-out tokens, kept."""
 
     def __init__(self, texts: Corpus, tokens: int) -> None:
-        self.texts, self.tokens = texts, tokens
+        self.texts = texts
+        self.tokens = tokens
         self._model = ngrams.KneserNey(texts.split("train")[:tokens], texts.symbols)
         self._alone: dict[str, np.ndarray] = {}
         self._mixtures: dict[int, ngrams.Mixture] = {}
@@ -129,7 +131,8 @@ def _plain(evaluations: Evaluations) -> set[tuple[str, str]]:
 
 def measure(wanted: Sequence[Yardstick]) -> Iterator[Run]:
     """Yield the run files of yardsticks of one data folder; one model is in memory at a time."""
-    texts, fit = Corpus(wanted[0].data) if wanted else None, None
+    texts = Corpus(wanted[0].data) if wanted else None
+    fit = None
     for one in wanted:
         begun = time.monotonic()
         if fit is None or fit.tokens != one.tokens:

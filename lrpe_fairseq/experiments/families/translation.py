@@ -16,8 +16,8 @@ from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.keys import Cell, unread
-from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.runner.devices import BIN, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -221,7 +221,8 @@ def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
 
 def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[str, float], str]:
     """Return corpus BLEU and chrF of detokenized text, and BLEU's signature."""
-    bleu, chrf = BLEU(), CHRF()
+    bleu = BLEU()
+    chrf = CHRF()
     found = {
         "bleu": bleu.corpus_score(list(translated), [list(reference)]).score,
         "chrf": chrf.corpus_score(list(translated), [list(reference)]).score,

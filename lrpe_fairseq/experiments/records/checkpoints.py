@@ -114,7 +114,8 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     with the most updates. If there is none, it is renamed to ``checkpoint_last.pt.refused``, 0 is
     returned, and training starts over. Averages have no optimizer state and are never resumed.
     """
-    last, found = folder / LAST, _resumable(folder, say)
+    last = folder / LAST
+    found = _resumable(folder, say)
     if not found:
         if last.exists():
             last.replace(last.with_name(f"{LAST}.refused"))
@@ -220,7 +221,8 @@ def _started_in(checkpoint: Path, save_dir: str) -> list[Path]:
 
     A checkpoint in a relative ``save_dir`` names the folder. One that was moved does not.
     """
-    folder, below = checkpoint.absolute().parent.parts, Path(os.path.normpath(save_dir)).parts
+    folder = checkpoint.absolute().parent.parts
+    below = Path(os.path.normpath(save_dir)).parts
     above = len(folder) - len(below)
     if save_dir and folder[above:] == below:
         return [Path(*folder[:above])]

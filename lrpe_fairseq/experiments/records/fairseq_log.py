@@ -64,7 +64,8 @@ class TrainingLog:
         tokens, before = 0.0, 0
         for n, values in sorted(self.inner.items()):
             if n <= update:
-                tokens, before = tokens + (n - before) * float(values["wpb"]), n
+                tokens = tokens + (n - before) * float(values["wpb"])
+                before = n
         first = next(iter(self.inner.values()), {"wpb": 0})
         return round(tokens + (update - before) * float(first["wpb"]))
 
@@ -120,7 +121,8 @@ def parse_evaluation(log: Path) -> dict[str, float]:
         status 0.
     """
     output = log.read_text(encoding="utf-8")
-    tokens, loss = TOKENS.findall(output), LOSS.findall(output)
+    tokens = TOKENS.findall(output)
+    loss = LOSS.findall(output)
     if not tokens or not loss:
         raise ValueError(f"fairseq-eval-lm printed no perplexity ({log})")
     count = int(tokens[-1].replace(",", ""))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import canonical_name, options_of_encodings, options_read_by
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.experiments.records.layout import (
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
+from lrpe_fairseq.experiments.records.tables import (
     HALVES,
     PARTS,
     Column,
@@ -23,7 +24,6 @@ from lrpe_fairseq.experiments.records.layout import (
     file_name,
     short,
 )
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, plain
 
 Sides = str | Mapping[str, str]
 """A name, or those of encoder and decoder."""
@@ -86,7 +86,8 @@ def filled(table: Table, run: Run) -> list[tuple[str, str]]:
     """Return (label of the row, key of the column) of every cell of ``table`` that a run fills."""
     if run["experiment"] not in table.experiments or run["scale"] not in table.scales:
         return []
-    own, rate = key(table, run), option(run["config"], RATE)
+    own = key(table, run)
+    rate = option(run["config"], RATE)
     return [
         (row.label, column.key)
         for row, column in _places(table).get(own, ())
@@ -165,6 +166,17 @@ def comparable(name: str, value: Any) -> Any:
         return plain(value)
     own = canonical_name if name.endswith("position_encoding") else str
     return plain(patterns.canonical(value, own))
+
+
+def plain(value: Any) -> Any:
+    """Return a canonical value: 1, 1.0 and "1" are equal, and so are True and "true"."""
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    text = str(value).strip().lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def steps(config: Mapping[str, Any]) -> list[float]:

@@ -157,7 +157,8 @@ class Protocol:
                 f"{plain} The rotations of the model are scaled for the evaluation: {self.scaling} "
                 f"by {self.factor:g}, from {trained} tokens."
             )
-        length, half = self.length, trained // 2
+        length = self.length
+        half = trained // 2
         if self.by_fairseq:
             return {
                 BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {trained} tokens; a token "

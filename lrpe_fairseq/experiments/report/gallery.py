@@ -27,8 +27,9 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, plots
+from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots
 from lrpe_fairseq.experiments.report.pages import verdict
+from lrpe_fairseq.experiments.report.results import results_of
 
 VERSIONS = "results/versions"
 SHEET = "docs/encodings.png"
@@ -99,7 +100,8 @@ def encodings_table() -> str:
     rows = []
     for name in ENCODINGS:
         encoding = built(name)
-        linear, both = encoding.serves_linear, not encoding.causal_only
+        linear = encoding.serves_linear
+        both = not encoding.causal_only
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
         link = f"[`{name}`](#{FAMILY if _is_lrpe(name) else name})"
         row = [link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
@@ -185,7 +187,7 @@ def _position(encoding: Encoding) -> str:
 
 def contact_sheet(path: Path) -> None:
     """Draw the weights of every method's causal softmax attention before training, as a PNG."""
-    shown = [name for name in ENCODINGS if frame.public_name(name) == name]
+    shown = [name for name in ENCODINGS if methods.public_name(name) == name]
     columns = 8
     rows = math.ceil(len(shown) / columns)
     figure = plots.blank(1.25 * columns, 1.42 * rows)
@@ -211,7 +213,8 @@ def weights(name: str) -> Tensor:
     encoding = build_encoding(name, head_dim=width, num_heads=heads, causal=True).eval()
     x = torch.randn(CONTENTS, 1, heads * width).expand(-1, TOKENS, -1)
     q = k = 1.5 * x.unflatten(-1, (heads, width)).transpose(1, 2)
-    tokens, gates = tokens_of(x), encoding.log_gates(x)
+    tokens = tokens_of(x)
+    gates = encoding.log_gates(x)
     if gates is not None:
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
     given = tokens.positions, tokens.padding, tokens.starts, {}
@@ -233,7 +236,7 @@ def departures_table() -> str:
 
 def departures_measured(root: Path) -> str:
     """Return the finding of the table ``fidelity`` at every scale with runs."""
-    results = frame.results(root)
+    results = results_of(root)
     found = [verdict(s.table, results.headlines(s)) for s in results.sheets_of("fidelity")]
     return "\n".join(found) or "Not measured."
 

@@ -11,7 +11,8 @@ import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import frame, markdown, plots
+from lrpe_fairseq.experiments.report import markdown, methods, plots
+from lrpe_fairseq.experiments.report.published import read_paper
 
 PAGE = "docs/speed.md"
 RESULTS = "results/bench"
@@ -26,8 +27,8 @@ def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the page and of the CSV files."""
     parts = sorted({path.stem for path in (root / RESULTS).glob("*/*.json")})
     variants = [row["encoding"] for row in measured("table9", "cpu", root)]
-    names = [name for name in ENCODINGS if frame.public_name(name) == name]
-    cells = frame.read_paper(root / "results" / "paper" / "tmlr-table6.csv")
+    names = [name for name in ENCODINGS if methods.public_name(name) == name]
+    cells = read_paper(root / "results" / "paper" / "tmlr-table6.csv")
     text = markdown.rendered(
         "speed.md.j2",
         **{f.__name__: functools.partial(f, root) for f in HELPERS},
@@ -116,7 +117,7 @@ def crossover(root: Path, device: str, part: str = "lengths") -> int | None:
 def published(root: Path) -> dict[str, list[str]]:
     """Return method -> its cells of ICLR Table 9, of linear and softmax attention."""
     found: dict[str, list[str]] = {}
-    for row in frame.read_paper(root / "results" / "paper" / "iclr-table9.csv"):
+    for row in read_paper(root / "results" / "paper" / "iclr-table9.csv"):
         found.setdefault(row["method"], []).append(row["printed"].replace("-", "–"))
     return found
 

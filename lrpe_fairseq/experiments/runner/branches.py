@@ -13,7 +13,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.files import atomic_write
-from lrpe_fairseq.experiments.records.runs import USAGE
+from lrpe_fairseq.experiments.records.provenance import USAGE
 
 SCHEDULE = "lrpe_trapezoid"
 LENGTH = frozenset({"optimization.max_update", "lr_scheduler.max_update"})
@@ -46,7 +46,8 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
     source: ``<run>/checkpoints/checkpoint_*_<updates>.pt``. It is the last checkpoint and the best
     one so far.
     """
-    home, target = source.parent.parent, folder / "checkpoints"
+    home = source.parent.parent
+    target = folder / "checkpoints"
     target.mkdir(parents=True, exist_ok=True)
     for name in (USAGE, f"checkpoints/{checkpoints.DICTIONARIES}"):
         shutil.copyfile(home / name, folder / name)

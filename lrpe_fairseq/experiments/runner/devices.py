@@ -145,7 +145,8 @@ def described(settings: Any) -> str:
 
 def division(settings: Any, processes: int) -> dict[str, str]:
     """Return what :func:`divided` does; empty if the processes cannot have equal parts."""
-    frequency, limits = _frequency(settings), _limits(settings)
+    frequency = _frequency(settings)
+    limits = _limits(settings)
     with_batch_norm = settings.model.get("norm") == "batch"
     fewest = frequency if with_batch_norm else math.ceil(frequency / processes)
     for each in range(fewest, frequency + 1):
@@ -159,7 +160,8 @@ def division(settings: Any, processes: int) -> dict[str, str]:
 
 def _is_equal(settings: Any, key: str, size: int, batches: int) -> bool:
     """True if ``batches`` batches of ``size`` have the samples of the configuration's update."""
-    whole, frequency = _limits(settings)[key], _frequency(settings)
+    whole = _limits(settings)[key]
+    frequency = _frequency(settings)
     if size == whole or size * batches != whole * frequency:
         return size == whole
     task = settings.task

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.errors import did_you_mean
 from lrpe_fairseq.experiments.records import checkpoints, keys
-from lrpe_fairseq.experiments.records.runs import plain
+from lrpe_fairseq.experiments.records.keys import plain
 
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
@@ -85,7 +85,8 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     canonical names. An option that did not exist when the training ran counts as its default. What
     nothing reads is not compared.
     """
-    wanted, usual = options(resolved(settings)), _usual(_names(settings))
+    wanted = options(resolved(settings))
+    usual = _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}

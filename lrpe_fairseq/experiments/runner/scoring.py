@@ -75,7 +75,10 @@ class _Scorer:
     def __init__(
         self, model: nn.Module, text: Tensor, eos: int, trained: int, starts: Sequence[int]
     ) -> None:
-        self.model, self.text, self.trained, self.starts = model, text, trained, starts
+        self.model = model
+        self.text = text
+        self.trained = trained
+        self.starts = starts
         self.before = torch.cat([text.new_tensor([eos]), text[:-1]])
         self._known: Losses = {}
         self._limited: Losses = {}  # with attention to the last T tokens
@@ -141,9 +144,11 @@ class _Scorer:
     @torch.no_grad()
     def _compute(self, windows: Sequence[Window], repeated: bool = False) -> list[Tensor]:
         """Return the losses of the scored tokens of each window; see :meth:`_losses_of`."""
-        found, tokens = [], TOKENS[next(self.model.parameters()).device.type]
+        found = []
+        tokens = TOKENS[next(self.model.parameters()).device.type]
         for length, group in itertools.groupby(windows, lambda w: w.end - w.start):
-            equal, step = list(group), max(1, tokens // length)
+            equal = list(group)
+            step = max(1, tokens // length)
             for first in range(0, len(equal), step):
                 found += self._losses_of(equal[first : first + step], repeated)
         return found
@@ -167,7 +172,8 @@ class _Scorer:
 
 def _bits(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
     """Return -log2 p of the targets (N,) from the features (N, C) of the last layer, on the CPU."""
-    found, step = [], max(1, LOGITS // len(model.decoder.dictionary))
+    found = []
+    step = max(1, LOGITS // len(model.decoder.dictionary))
     for x, y in zip(features.split(step), targets.split(step), strict=True):
         out = model.decoder.output_layer(x[None])
         log_probs = model.get_normalized_probs((out,), log_probs=True, sample={"target": y[None]})
@@ -243,7 +249,8 @@ def clamped(model: nn.Module, length: int) -> Iterator[Metrics]:
     def count(module: MultiheadAttention, inputs: tuple, keywords: dict) -> None:
         query = keywords["query"] if "query" in keywords else inputs[0]
         found = module.denominators(query.transpose(0, 1)).cpu()  # B H L
-        bins, own = _bins(found.shape[-1], length), (found <= EPS).sum((0, 1)).double()
+        bins = _bins(found.shape[-1], length)
+        own = (found <= EPS).sum((0, 1)).double()
         under.index_add_(0, bins, own)
         every.index_add_(0, bins, torch.full_like(own, found.shape[0] * found.shape[1]))
 

@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, provenance, runs
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.records.machine import environment
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, read_run, write_run
+from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import branches, identity, processes
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
@@ -92,7 +93,8 @@ class TrainingRun(ABC):
         rates: list[Any] = [""]
         if "{lr}" in cls.run_name:
             rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
-        made, pattern = [], cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
+        made = []
+        pattern = cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
         known = {"scale": scale, "cell": cell.name, "dataset": cell.dataset, "seed": seed}
         for lr in (f"{rate:g}" if rate else "" for rate in rates):
             name = pattern.format(**known, data=data.name, lr=lr)
@@ -314,7 +316,7 @@ class TrainingRun(ABC):
         if seen <= branches.common_updates(config, self.max_update()):
             longer = branches.LENGTH
         changed = sorted(self.differences(config) - longer)
-        changed += [f"data ({part})" for part in self.other_data(runs.usage(self.folder))]
+        changed += [f"data ({part})" for part in self.other_data(provenance.usage(self.folder))]
         if changed:
             checkpoints.remove(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
@@ -416,7 +418,7 @@ class TrainingRun(ABC):
             if not seen:
                 self.log.unlink(missing_ok=True)
                 checkpoints.remember_dictionaries(self.checkpoints, self.data)
-            runs.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
+            provenance.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
         return seen
 
     def from_trunk(self, say: Say) -> int:
@@ -430,7 +432,7 @@ class TrainingRun(ABC):
             config = checkpoints.options(checkpoints.load_sound(path))
             shared = branches.common_updates(config, self.max_update())
             same = self.differences(config) <= branches.LENGTH
-            other_data = self.other_data(runs.usage(path.parent.parent))
+            other_data = self.other_data(provenance.usage(path.parent.parent))
             if updates <= shared and same and not other_data:
                 branches.copy_trunk(path, self.folder, updates)
                 say(f"going on from {relative(path)}: until update {updates} it is this training")
@@ -447,7 +449,7 @@ class TrainingRun(ABC):
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
-        if changed := self.other_data(runs.usage(self.folder)):
+        if changed := self.other_data(provenance.usage(self.folder)):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
@@ -473,7 +475,7 @@ class TrainingRun(ABC):
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
             **environment([self.log, *self.folder.glob("eval*.log")]),
-            **runs.provenance(self.folder),
+            **provenance.provenance(self.folder),
         }
 
     def _speed(self, log: fairseq_log.TrainingLog, last: Run | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Read and check the layouts of tables: ``configs/tables/*.yaml``.
+"""Read and check tables: ``configs/tables/*.yaml``.
 
 A table has rows and columns. A row selects an encoding and changed options; a column selects the
 attention type and a field of the run file. A run fills a cell if it has the cell's encoding and
@@ -107,6 +107,8 @@ class Table:
     differ, by fairseq's dotted key, each with its default value; ``model.*.fidelity`` is the option
     of every part of an encoder-decoder model. same: options that all runs of one scale must share,
     by data set if columns have their own configurations.
+    selected_by: a table that decides options of the rows, by the lowest (or highest) mean over its
+    columns; ``selects`` names these options. Pages refuse rows with other values.
     fixed: ``side`` (encoder or decoder), ``encoding`` and ``attention`` of the half that all cells
     share, for encoder-decoder models (rows and columns describe the other half). pretrained: the
     table whose runs of seed 1 are fine-tuned. rates: scale -> learning rates to train every cell
@@ -131,6 +133,8 @@ class Table:
     seeds: list[int] = field(default_factory=list)
     options: Options = field(default_factory=dict)
     same: list[str] = field(default_factory=list)
+    selected_by: str = ""
+    selects: list[str] = field(default_factory=list)
     fixed: dict[str, str] = field(default_factory=dict)
     pretrained: str = ""
     rates: dict[str, list[float]] = field(default_factory=dict)
