@@ -56,11 +56,11 @@ USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
 
 def parser(description: str, source: str = "") -> argparse.ArgumentParser:
     """Return a script's parser with ``--dest`` and, if ``source`` describes it, ``--from``."""
-    own = argparse.ArgumentParser(description=description.split("\n")[0])
-    own.add_argument("--dest", type=Path, required=True, help="output folder")
+    script_parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    script_parser.add_argument("--dest", type=Path, required=True, help="output folder")
     if source:
-        own.add_argument("--from", dest="from_dir", type=Path, help=source)
-    return own
+        script_parser.add_argument("--from", dest="from_dir", type=Path, help=source)
+    return script_parser
 
 
 def say(message: str) -> None:
@@ -202,9 +202,9 @@ def tar_members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Ma
     where = {"name": archive} if isinstance(archive, Path) else {"fileobj": archive}
     with tarfile.open(mode="r|*", **where) as tar:
         for member in tar:
-            found = wanted(member.name, pattern)
-            if found and member.isfile():
-                yield found, tar.extractfile(member)
+            match = wanted(member.name, pattern)
+            if match and member.isfile():
+                yield match, tar.extractfile(member)
 
 
 def wanted(name: str, pattern: str) -> re.Match[str] | None:

@@ -296,10 +296,10 @@ class Recipe:
     def splits(self) -> dict[str, Split]:
         """train and valid with mixed lengths, the tests by length, and two more of flip-flop."""
         sizes = self.sizes.samples
-        found = {name: Split(sizes[name], 0) for name in ("train", "valid")}
-        found |= {f"test{multiple}": Split(sizes["test"], multiple) for multiple in MULTIPLES}
+        sized = {name: Split(sizes[name], 0) for name in ("train", "valid")}
+        sized |= {f"test{multiple}": Split(sizes["test"], multiple) for multiple in MULTIPLES}
         others = OTHER_IGNORE if self.task == "flip-flop" else {}
-        return found | {name: Split(sizes["test"], 1, {"ignore": p}) for name, p in others.items()}
+        return sized | {name: Split(sizes["test"], 1, {"ignore": p}) for name, p in others.items()}
 
 
 def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:

@@ -150,9 +150,9 @@ class Table:
         parts = {"columns": columns, "rows": rows, "headline": headline}
         return dataclasses.replace(self, **parts)
 
-    def rates_at(self, scale: str, own: Sequence[float]) -> list[float]:
+    def rates_at(self, scale: str, of_column: Sequence[float]) -> list[float]:
         """Return the rates of a column, or those of the table; empty: the configuration's."""
-        return list(own) or self.rates.get(scale, [])
+        return list(of_column) or self.rates.get(scale, [])
 
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""

@@ -53,9 +53,9 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
 
 def names(table: Table) -> dict[str, str]:
     """Return the method of every row of a table, and its attention if that is its own."""
-    own = any(column.attention == ANY for column in table.columns)
+    has_attention = any(column.attention == ANY for column in table.columns)
     return {
         row.label: method(row.encoding, {**table.options, **row.overrides}, table.options)
-        + (f" ({row.attention[0]})" if own else "")
+        + (f" ({row.attention[0]})" if has_attention else "")
         for row in table.rows
     }
