@@ -299,8 +299,14 @@ def binarize(
         words.finalize()
     words.save(str(target))
     for prefix, text in texts.items():
-        where = str(text), "mmap", VocabularyDatasetBinarizer(words), str(prefix)
-        FileBinarizer.multiprocess_dataset(*where, vocab_size=len(words), num_workers=workers)
+        FileBinarizer.multiprocess_dataset(
+            input_file=str(text),
+            dataset_impl="mmap",
+            binarizer=VocabularyDatasetBinarizer(words),
+            output_prefix=str(prefix),
+            vocab_size=len(words),
+            num_workers=workers,
+        )
 
 
 def write_indexed(rows: Iterable[Sequence[int]], prefix: Path, kind: type[np.integer]) -> None:
@@ -401,10 +407,11 @@ class Steps:
         self.done = {}
         with contextlib.suppress(ValueError):  # a damaged manifest counts as none
             self.old = read_json(self.path)
-        found = {key: self.old.get(key, value) for key, value in self.head.items()}
-        if found != self.head:
+        # Another corpus in the same folder would be trained on under the wrong name.
+        there = {key: self.old.get(key, value) for key, value in self.head.items()}
+        if there != self.head:
             raise UserError(
-                f"{dest} contains {found['corpus']} at {found['level']} level: "
+                f"{dest} contains {there['corpus']} at {there['level']} level: "
                 f"choose another --dest, or delete it."
             )
 

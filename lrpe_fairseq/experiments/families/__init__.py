@@ -95,7 +95,7 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     config_of(table, scale)
     tables = (table, *(load_named(name) for name in table.experiments[1:]))
     homes = _homes([other.at(scale) for other in tables if scale in other.scales], scale)
-    made = (_runs_of(*home, scale, seed) for seed in seeds for home in homes)
+    made = (_runs_of(owner, cell, scale, seed) for seed in seeds for owner, cell in homes)
     named = {run.name: run for run in itertools.chain.from_iterable(made)}
     return list(named.values())  # columns that separate learning rates share their runs
 

@@ -73,12 +73,14 @@ class ClassificationRun(TrainingRun):
         """Return accuracy and loss of every (split, protocol) pair of ``evaluations``."""
         metrics: Run = {}
         sentences: dict[str, str] = {}
-        for protocol in dict.fromkeys(own for _, own in self.evaluations):
-            splits = [split for split, own in dict.fromkeys(self.evaluations) if own == protocol]
+        splits_of: dict[str, list[str]] = {}
+        for split, protocol in dict.fromkeys(self.evaluations):
+            splits_of.setdefault(protocol, []).append(split)
+        for protocol, splits in splits_of.items():
             best = self.checkpoints / checkpoints.BEST
             data = self.data_of(protocol)
-            words = ("eval_classifier", best, data, "--splits", *splits)
-            measured = written_by(run, self.folder / f"eval-{protocol}.json", *words)
+            out = self.folder / f"eval-{protocol}.json"
+            measured = written_by(run, out, "eval_classifier", best, data, "--splits", *splits)
             for split in splits:
                 metrics.setdefault(split, {})[protocol] = measured["metrics"][split][ACCURACY]
             where = "" if data == self.data else f" On {folders.dataset_name(data)}."

@@ -111,8 +111,9 @@ class FinetuningRun(TrainingRun):
         """Return the task's metrics on every development set of the data."""
         metrics: Run = {}
         for split in evaluated(self.data):
-            words = ("eval_glue", self.checkpoints / checkpoints.BEST, self.data, split)
-            metrics[split] = {GLUE: written_by(run, self.folder / f"eval-{split}.json", *words)}
+            out = self.folder / f"eval-{split}.json"
+            best = self.checkpoints / checkpoints.BEST
+            metrics[split] = {GLUE: written_by(run, out, "eval_glue", best, self.data, split)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
     def record(self, measured: Run, threads: int) -> Run:

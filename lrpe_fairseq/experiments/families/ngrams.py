@@ -178,16 +178,19 @@ def scores(fit: Fitted, wanted: Yardstick, split: str, name: str) -> dict[str, f
     text = fit.texts.split(split)
     places = scored_places(protocol.windows(len(text), wanted.length))
     window = window_of(protocol, wanted.length)
-    losses = {order: ngrams.loss(own, places) for order, own in enumerate(fit.alone(split), 1)}
-    cached = ngrams.loss(fit.mixed(split, window), places)
-    alone, mixed = (
-        {**fairseq_log.scored(loss), "tokens": len(places)} for loss in (losses[fit.order], cached)
-    )
-    if not protocol.is_partial:
-        alone, mixed = (with_words(measured, wanted.data, split) for measured in (alone, mixed))
+    losses = {
+        order: ngrams.loss(probabilities, places)
+        for order, probabilities in enumerate(fit.alone(split), 1)
+    }
+    cached_loss = ngrams.loss(fit.mixed(split, window), places)
+    alone = {**fairseq_log.scored(losses[fit.order]), "tokens": len(places)}
+    mixed = {**fairseq_log.scored(cached_loss), "tokens": len(places)}
+    if not protocol.is_partial:  # the manifest counts the words of whole splits only
+        alone = with_words(alone, wanted.data, split)
+        mixed = with_words(mixed, wanted.data, split)
     orders = {f"ppl-{order}": fairseq_log.perplexity(loss) for order, loss in losses.items()}
-    own = {f"cache-{metric}": value for metric, value in mixed.items() if metric != "tokens"}
-    return {**alone, **orders, **own, "order": fit.order, "cache-window": window}
+    cached = {f"cache-{metric}": value for metric, value in mixed.items() if metric != "tokens"}
+    return {**alone, **orders, **cached, "order": fit.order, "cache-window": window}
 
 
 def scored_places(windows: Any) -> np.ndarray:

@@ -88,11 +88,11 @@ def million_parameters(path: Path) -> float | None:
 
 
 def served(path: Path) -> dict[str, list[str]]:
-    """Return which forms computed each attention, as ``kernels.loader.log_served`` has logged."""
-    found: dict[str, set[str]] = {}
-    for what, form in SERVED.findall(_text(path)):
-        found.setdefault(what, set()).add(form)
-    return {what: sorted(forms) for what, forms in found.items()}
+    """Return the kernels by operation, as ``kernels.loader.log_served`` has logged them."""
+    kernels_of: dict[str, set[str]] = {}
+    for operation, kernel in SERVED.findall(_text(path)):
+        kernels_of.setdefault(operation, set()).add(kernel)
+    return {operation: sorted(kernels) for operation, kernels in kernels_of.items()}
 
 
 def last_update(path: Path) -> int:

@@ -160,13 +160,13 @@ def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None
 
 def _check_tokens(split: str, protocols: Run) -> None:
     """Check that protocols count equal tokens: the whole split, the paired, or the repeated."""
-    counts = {name: found["tokens"] for name, found in protocols.items() if "tokens" in found}
+    counts = {name: numbers["tokens"] for name, numbers in protocols.items() if "tokens" in numbers}
     kinds: dict[str, set[int]] = {}
     for name, count in counts.items():
         kind = name.split("-")[0]
         part = PAIRED if kind == TRUNCATED else kind if kind in (PAIRED, REPEATED) else "all"
         kinds.setdefault(part, set()).add(count)
-    if any(len(found) > 1 for found in kinds.values()):
+    if any(len(different) > 1 for different in kinds.values()):
         raise ValueError(f"the run's metric {split} counts different tokens: {counts}")
 
 

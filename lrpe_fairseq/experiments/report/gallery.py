@@ -219,8 +219,10 @@ def weights(name: str) -> Tensor:
     gates = encoding.log_gates(x)
     if gates is not None:
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
-    given = tokens.positions, tokens.padding, tokens.starts, {}
-    tokens = tokens._replace(transport=encoding.transport(x, *given)[0])
+    transport, _ = encoding.transport(
+        x, tokens.positions, tokens.padding, tokens.starts, history={}
+    )
+    tokens = tokens._replace(transport=transport)
     if encoding.decomposable:
         q, k = encoding(q, k, tokens.positions, tokens.positions)
     return encoded_weights(encoding, q, k, tokens, tokens, causal=True)[:, 1].mean(0)

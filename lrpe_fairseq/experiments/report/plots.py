@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.report.columns import ColumnView
-from lrpe_fairseq.experiments.report.methods import public_name
+from lrpe_fairseq.experiments.report.methods import public_name, unwrapped
 
 LOOKS = {
     "o": "none rope lrpe-type2 permuteformer alibi fox stick-breaking t5 kerple-log lrpe-type4",
@@ -115,9 +115,9 @@ def styles(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _base(method: str) -> str:
-    """Return the name of a method's encoding, without its gates and path."""
-    encoding = _parts(method)[0].removeprefix("gated:").removeprefix("path:")
-    return public_name(encoding.removeprefix("selective:"))
+    """Return the name of a method's encoding, without its wrappers."""
+    _, inner = unwrapped(_parts(method)[0])
+    return public_name(inner)
 
 
 def _parts(method: str) -> list[str]:
@@ -127,11 +127,16 @@ def _parts(method: str) -> list[str]:
 
 def _style(method: str, color: str, marker: str) -> dict[str, Any]:
     encoding, *variant = _parts(method)
-    dash = next((DASHES[word] for word in variant if word in DASHES), "-")
-    hollow = {"markerfacecolor": "white"} if encoding.startswith("gated:") else {}
-    hollow |= {"fillstyle": "left"} if "path:" in encoding else {}
-    hollow |= {"fillstyle": "bottom"} if "selective:" in encoding else {}
-    return {"color": color, "marker": marker, "linestyle": dash, **hollow}
+    style: dict[str, Any] = {"color": color, "marker": marker}
+    style["linestyle"] = next((DASHES[word] for word in variant if word in DASHES), "-")
+    wrappers, _ = unwrapped(encoding)
+    if "gated" in wrappers:
+        style["markerfacecolor"] = "white"
+    if "path" in wrappers:
+        style["fillstyle"] = "left"
+    if "selective" in wrappers:
+        style["fillstyle"] = "bottom"
+    return style
 
 
 def _styles_of(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
