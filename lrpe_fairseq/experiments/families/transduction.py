@@ -1,9 +1,7 @@
-"""Tasks whose data are generated: the synthetic suite, and transduction with data-prep/algebraic.
+"""Encoder-decoder models of transduction, on data that data-prep/algebraic generates.
 
-Every cell of the synthetic suite is trained with each learning rate of the table; a column shows
-the run with the lowest validation loss. Models of transduction are scored with the true prefix as
-input (teacher forcing), and in columns with the protocol ``generate`` also by what they write
-without it.
+They are scored with the true prefix as input (teacher forcing), and in columns with the protocol
+``generate`` also by what they write without it.
 """
 
 import math
@@ -12,70 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lrpe_fairseq.experiments.data import synthetic, transduction
-from lrpe_fairseq.experiments.data.folders import manifest
+from lrpe_fairseq.experiments.data import transduction
 from lrpe_fairseq.experiments.families.translation import EncoderDecoderRun
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, parse_validation
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
-from lrpe_fairseq.experiments.runner.training import TrainingRun
-
-# --- the synthetic suite ------------------------------------------------------------------------
-
-WHOLE = "whole"
-WHOLE_PROTOCOL = (
-    "fairseq-validate on every sequence of the split, with the true tokens given: answer_accuracy "
-    "is the fraction of sequences without a wrong scored token, token_accuracy that of the scored "
-    "tokens; loss is in bits per scored token."
-)
-MAX_TOKENS = 4096  # tokens per batch of an evaluation
-
-
-@dataclass(frozen=True)
-class SyntheticRun(TrainingRun):
-    """One model of one task with one learning rate."""
-
-    configs: ClassVar[str] = "synthetic"
-    data_scripts: ClassVar[Mapping[str, str]] = {
-        f"synthetic-{task}-small": f"data-prep/synthetic/prepare.py --task {task}"
-        for task in synthetic.TASKS
-    }
-    curve: ClassVar[str] = "valid_answer_accuracy"
-    data_name: ClassVar[str] = "{dataset}"
-    run_name: ClassVar[str] = "{scale}-{cell}-{data}-lr{lr}-seed{seed}"
-    always: ClassVar[Evaluations] = (("valid", WHOLE),)
-
-    def measure(self, run: Shell) -> Run:
-        """Return accuracies and loss of every split of ``evaluations``, in one process."""
-        log = self.folder / "eval.log"
-        splits = [split for split, _ in self.evaluations]
-        options = ("--max-tokens", str(MAX_TOKENS))
-        run(self.validation("lrpe_synthetic", ",".join(splits), *options), log)
-        metrics = {split: {WHOLE: read_accuracy(log, self.data, split)} for split in splits}
-        return {"metrics": metrics, "protocol": {WHOLE: WHOLE_PROTOCOL}}
-
-
-def read_accuracy(log: Path, data: Path, split: str) -> dict[str, float]:
-    """Return the metrics of a split in the output of fairseq-validate.
-
-    If the loss is not finite: ``diverged`` and the counts.
-
-    Raises: RunFailed unless every sample and answer of the manifest was counted. fairseq drops
-        long samples silently if it is told to skip them.
-    """
-    found = parse_validation(log, split)
-    counts = {name: int(found[name]) for name in ("samples", "answers")}
-    known = manifest(data).get("splits", {}).get(split, counts)
-    for name, number in counts.items():
-        if number != known[name]:
-            raise RunFailed(f"{number} of {known[name]} {name} of {split} were evaluated")
-    if not math.isfinite(found["exact_loss"]):
-        return {DIVERGED: 1, **counts}
-    accuracies = {name: found[name] for name in ("answer_accuracy", "token_accuracy")}
-    return {**accuracies, "loss": found["exact_loss"], **counts}
-
-
-# --- transduction -----------------------------------------------------------------------------
 
 TEACHER, GENERATE = "teacher", "generate"
 EXACT = ("token_accuracy", "exact_match", "samples")
@@ -101,14 +40,14 @@ PROTOCOL = {
 
 def _scripts() -> dict[str, str]:
     """Return name of a data folder, such as ``tree-ops-depth-small`` -> script with arguments."""
-    found = {}
+    scripts = {}
     for scale in transduction.SCALES:
         for task in transduction.TASKS:
             for order in [""] if task in transduction.SEQUENCES else transduction.ORDERS:
                 name = f"{transduction.Recipe(task, scale, order).name}-{scale}"
                 script = f"data-prep/algebraic/prepare.py --task {task} --scale {scale}"
-                found[name] = f"{script} --order {order}" if order else script
-    return found
+                scripts[name] = f"{script} --order {order}" if order else script
+    return scripts
 
 
 @dataclass(frozen=True)
@@ -153,9 +92,10 @@ def scored_tokens(folder: Path) -> str:
 
 def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str, float]:
     """Return the :data:`METRICS` of a protocol, or ``diverged``. Raises: RunFailed without one."""
-    found, names = parse_validation(log, split), METRICS[protocol]
-    if missing := [name for name in names.values() if name not in found]:
+    values = parse_validation(log, split)
+    names = METRICS[protocol]
+    if missing := [name for name in names.values() if name not in values]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
-    measured = {name: found[printed] for name, printed in names.items()}
+    measured = {name: values[printed] for name, printed in names.items()}
     finite = all(math.isfinite(value) for value in measured.values())
     return measured if finite else {DIVERGED: 1}

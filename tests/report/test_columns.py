@@ -5,10 +5,11 @@ import math
 import pytest
 
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.records.layout import load_tables
 from lrpe_fairseq.experiments.records.runs import write_run
-from lrpe_fairseq.experiments.report import frame, orders
-from lrpe_fairseq.experiments.report.frame import Results, method, public_name
+from lrpe_fairseq.experiments.records.tables import load_tables
+from lrpe_fairseq.experiments.report import columns, kinds, methods, orders
+from lrpe_fairseq.experiments.report.methods import method, public_name
+from lrpe_fairseq.experiments.report.results import Results
 from tests.test_results import make_run
 
 TABLE = """
@@ -45,7 +46,8 @@ LAYERNORM = {"model.attention_normalizer": "layernorm"}
 def measured(value, seed):
     perplexity = value + seed / 10
     loss = math.log2(perplexity)
-    numbers = {"ppl": perplexity, "loss": loss, "accuracy": 100 - value, "examples": 400}
+    numbers = {"ppl": perplexity, "loss": loss, "tokens": 50_000}
+    numbers |= {"accuracy": 100 - value, "examples": 400}
     return {"valid": {"blocks": numbers}}
 
 
@@ -100,13 +102,13 @@ def test_a_stack_with_a_pattern_fills_the_cell_of_its_row(root):
     assert found.names["stack"] == "lrpe-type2,none (linear,softmax)"
     assert found.cells["stack"] == {1: pytest.approx(30.1)}
     assert found.names["RoPE"] == "rope (linear)"
-    lines = Results(root).frame
+    lines = Results(root).values
     assert set(lines[lines.row == "stack"].attention) == {"linear,softmax"}
 
 
 def test_no_two_rows_of_a_table_of_this_repository_have_one_name():
     for table in load_tables(ROOT / "configs" / "tables"):
-        names = frame.names(table)
+        names = methods.names(table)
         for kind in ("linear", "softmax"):
             own = [names[row.label] for row in table.rows if kind in row.attention]
             assert len(own) == len(set(own)), table.name
@@ -115,12 +117,17 @@ def test_no_two_rows_of_a_table_of_this_repository_have_one_name():
 def test_a_column_answers_what_a_template_asks(root):
     view = column(root)
     assert view.rows == ["Base", "RoPE", "Type2", "PER-LN"]
-    assert view.first() == "PER-LN"
-    assert view.tied_with("RoPE") == ["Type2"]
-    assert view.better_than("RoPE") == ["PER-LN"]
+    assert view.ranked() == ["PER-LN", "RoPE", "Type2", "Base"]
+    assert view.unbeaten == ["PER-LN"]
+    found = view.against("RoPE")
+    assert (found[orders.BETTER], found[orders.WORSE]) == (["PER-LN"], ["Base"])
+    assert found[orders.EQUAL] == ["Type2"]
     assert view.mark("RoPE", "Base") == orders.BETTER
     assert (view.sign("RoPE", "Base"), view.sign("RoPE", "RoPE")) == ("✓", "")
-    assert view.sign("RoPE", "Type2") == "≈"
+    assert view.sign("RoPE", "Type2") == "="
+    assert view.difference("RoPE", "Base").startswith("-17 % [-1")
+    assert view.versus("RoPE", "Base").startswith("better, -17 %")
+    assert view.versus("RoPE", "SPE") == "not measured"
     assert view.text("Base") == "60.30±0.10"
     assert view.named("Type2") == "`lrpe-type2` 50.40"
     assert view.named("PER-LN") == "`permuteformer, layernorm` 40.30"
@@ -135,25 +142,67 @@ def test_the_number_of_seeds_is_shown_where_it_differs(root):
     assert column(root).text("RoPE").endswith("(2)")
 
 
-SCALES = [("ppl", "perplexity", 0), ("acc", "fraction", 400), ("loss", "", 0)]
+SCALES = [("ppl", "perplexity", 50_000), ("acc", "fraction", 400), ("loss", "loss", 0)]
 
 
 @pytest.mark.parametrize(("key", "kind", "examples"), SCALES)
 def test_a_metric_has_its_scale_of_comparison_and_its_number_of_tests(root, key, kind, examples):
     view = column(root, key)
     assert (view.kind, view.examples) == (kind, examples)
-    assert view.first() == "PER-LN"  # higher accuracy, lower perplexity
+    assert view.ranked()[0] == "PER-LN"  # higher accuracy, lower perplexity
 
 
 def test_a_row_with_a_seed_that_diverged_is_ordered_with_nothing(root):
     save(root, "permuteformer", 4, {"valid": {"blocks": {"diverged": 1}}})
     view = column(root)
     assert view.broken == {"PER-LN"}
-    assert view.first() in ("RoPE", "Type2")
+    assert "PER-LN" not in view.unbeaten
     assert view.mark("PER-LN", "Base") == orders.UNSTABLE
+    assert view.sign("PER-LN", "Base") == "~"
     assert "PER-LN" not in view.ranked()
 
 
 def test_a_column_without_runs_is_named(root):
     with pytest.raises(KeyError, match="table demo has no runs at scale paper"):
         Results(root).column("demo", "ppl", "paper")
+
+
+def test_an_unresolved_sign_has_the_difference_that_would_have_shown(root):
+    for seed, value in enumerate((50.0, 53.0, 48.0), start=1):
+        save(root, "rope", seed, measured(value, seed))
+    view = column(root)
+    assert view.mark("RoPE", "Type2") == orders.UNRESOLVED
+    visible = columns.size(view.verdict("RoPE", "Type2").visible, view.kind)
+    assert view.sign("RoPE", "Type2") == f"? {visible}"
+    for run in (root / "results" / "runs" / "demo").glob("*-[23].json"):
+        run.unlink()
+    alone = column(root)
+    assert alone.sign("RoPE", "Type2") == "?"
+    assert alone.versus("RoPE", "Type2") == "50.10 against 50.20, one seed"
+    assert alone.is_open
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "text"),
+    [
+        (("better", -3.51, -7.6, -0.24, "%"), "perplexity", "-3.5 % [-7.6, -0.2]"),
+        (("worse", 12.3, 9.96, 15000.0, "%"), "perplexity", "+12 % [+10, over +1000]"),
+        (("equal", -0.01, -0.04, 0.03, "BLEU"), "bleu", "0.0 BLEU [0.0, 0.0]"),
+        (("better", -0.1, -0.12, -0.08, ""), "loss", "-0.100 [-0.120, -0.080]"),
+        (("unresolved", math.nan, -math.inf, math.inf, "%"), "perplexity", "–"),
+    ],
+)
+def test_a_difference_is_text_with_its_interval(found, kind, text):
+    assert columns.difference(orders.Verdict(*found), kind) == text
+
+
+def test_counts_of_tokens_widen_the_interval_of_a_perplexity(root):
+    view = column(root)
+    assert view.measurement.sampling == orders.sampling("perplexity", 50_000)
+
+
+def test_the_kind_of_a_column_is_that_of_its_metrics():
+    assert kinds.kind_of({"bleu"}) == "bleu"
+    assert kinds.kind_of({"matthews", "accuracy"}) == "percent"
+    assert kinds.kind_of({"loss-2048"}) == kinds.kind_of({"gain"}) == "loss"
+    assert kinds.kind_of({"state"}) == "plain"
