@@ -44,7 +44,8 @@ class Multiplicative(ScoreEncoding):
         self.table = nn.Parameter(0.3 * torch.randn(shape, generator=spec.generator("toy")))
 
     def forward(self, scores, q, k, q_positions, k_positions, visible=None):
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         index = lag.clamp(-self.REACH, self.REACH) + self.REACH
         return scores * F.embedding(index, (1 + self.table).to(scores.dtype)).movedim(-1, -3)

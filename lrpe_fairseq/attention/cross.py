@@ -256,7 +256,7 @@ class CrossAttention(ProjectedAttention):
         """Return the encoded queries (B, H, T, D) and the encoded memory, ``past`` if given."""
         if past is None:
             q, k, v = self._encoded(x, queries, memory, source)
-            return q, EncodedMemory(k, v, source.positions, source.numbers, source.padding)
+            return q, EncodedMemory(k, v, source.positions, source.real_counts, source.padding)
         q = self._queries(*stored(x))
         if not self.encoding.decomposable:
             return q, past

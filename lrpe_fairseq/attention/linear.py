@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.attention.softmax.blocks import BLOCK, decay_sums, query_blocks
-from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
+from lrpe_fairseq.attention.tokens import Tokens, visible_pairs, window_is_in_slots
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
 from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
@@ -145,7 +145,7 @@ def linear_attention_window(
         content = tuple(x.to(wide) for x in content)
     sums = decay_sums(queries, keys, log_decay, len(q))
     # with padding between tokens the last keys are not in the last slots: all of them are computed
-    window = keys.window if counts_slots(queries, keys) else None
+    window = keys.window if window_is_in_slots(queries, keys) else None
     blocks = []
     for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
         visible = visible_pairs(queries.of(rows), keys.of(columns), True)

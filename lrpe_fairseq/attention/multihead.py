@@ -266,8 +266,8 @@ class MultiheadAttention(ProjectedAttention):
         options |= {"starts": tokens.starts, "transport": tokens.transport}
         if self.normalizer == "content":
             options["content"] = feature_maps(q, k)
-        q, k = self._features(q, k, tokens.at, tokens.at)
-        in_slots = tokens.slots is not None and not keep_state
+        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
+        in_slots = tokens.first_slot is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
@@ -283,7 +283,7 @@ class MultiheadAttention(ProjectedAttention):
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
         content = [*feature_maps(q, k)] if self.normalizer == "content" else None
-        q, k = self._features(q, k, tokens.at, tokens.at)
+        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         queries, keys, width = tokens, tokens, k.shape[-1]
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
@@ -322,7 +322,7 @@ class MultiheadAttention(ProjectedAttention):
         check_tokens(x, starts=self.given.starts)
         tokens = self._of_text(x, tokens_of(x, starts=self.given.starts))
         q, k, _ = self._project(x, tokens=tokens)
-        q, k = self._features(q, k, tokens.at, tokens.at)
+        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
         options |= {"starts": tokens.starts, "transport": tokens.transport}
@@ -434,10 +434,10 @@ class MultiheadAttention(ProjectedAttention):
         """Add places and transport to the tokens of x (B, T, C); update their history in place."""
         history = {} if tokens.history is None else tokens.history
         masks = tokens.padding, tokens.starts, history
-        places, after = self.encoding.places(x, *masks)
+        phases, after = self.encoding.phases(x, *masks)
         transport, reflected = self.encoding.transport(x, tokens.positions, *masks)
         history.update(after | reflected)
-        return tokens._replace(places=places, transport=transport)
+        return tokens._replace(phases=phases, transport=transport)
 
 
 def _carried_before(k: Tensor, transport: Transport, first: int) -> Tensor:

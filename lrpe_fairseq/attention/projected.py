@@ -196,11 +196,13 @@ class ProjectedAttention(nn.Module):
         fold = self.encoding.fold() if self._folds(x, source) else None
         if fold is None:
             q, k, v = self._project(x, memory, queries)
-            q, k = self.encoding.encode_both(q, k, queries.at, keys.at, phi=False)
+            q, k = self.encoding.encode_both(
+                q, k, queries.read_by_encoding, keys.read_by_encoding, phi=False
+            )
             return q, k, v
         q_planes = self._folded(fold.projection, self.q_proj, x)
         k_planes = self._folded(fold.projection, self.k_proj, source)
-        q, k = fold.turn(q_planes, k_planes, queries.at, keys.at)
+        q, k = fold.turn(q_planes, k_planes, queries.read_by_encoding, keys.read_by_encoding)
         return q, k, self._mapped(self.v_proj, *stored(source))
 
     def _folds(self, x: Tensor, source: Tensor) -> bool:

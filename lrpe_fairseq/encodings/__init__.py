@@ -199,6 +199,21 @@ def canonical_name(name: str) -> str:
     return "ape:sequence" if constructor is APE else name
 
 
+def unwrapped(encoding: str) -> tuple[list[str], str]:
+    """Return the wrappers of an encoding, the outer one first, and what they wrap.
+
+    >>> unwrapped("gated:path:lrpe-type2"), unwrapped("lrpe:identity:rotation")
+    ((['gated', 'path'], 'lrpe-type2'), ([], 'lrpe:identity:rotation'))
+    """
+    wrappers = []
+    prefix, _, rest = encoding.partition(":")
+    while rest and prefix in WRAPPERS:
+        wrappers.append(prefix)
+        encoding = rest
+        prefix, _, rest = encoding.partition(":")
+    return wrappers, encoding
+
+
 def encoding_class(name: str) -> type[Encoding]:
     """Return the class of the encoding ``name``; for ``gated:<name>`` and others that of <name>.
 
@@ -375,4 +390,5 @@ def build_encoding(
             "--rotation-fraction: leave them out, or choose rope or an LRPE type with rotations"
         )
     encoding.name = name
+    _, encoding.inner_name = unwrapped(name)
     return encoding

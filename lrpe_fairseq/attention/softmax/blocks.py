@@ -23,10 +23,10 @@ from lrpe_fairseq.attention.softmax.fused import (
 )
 from lrpe_fairseq.attention.tokens import (
     Tokens,
-    counts_slots,
-    lag_numbers,
+    lag_counts,
     lags_between,
     visible_pairs,
+    window_is_in_slots,
 )
 from lrpe_fairseq.attention.transport import score_blocks
 from lrpe_fairseq.encodings.core.forms import LOWEST, Form, masked_softmax
@@ -78,7 +78,7 @@ def carried_attention(
     Several blocks are recomputed in the backward pass, because autograd would otherwise store each
     query once for every chunk of keys before it.
     """
-    window = keys.window if counts_slots(queries, keys) else None
+    window = keys.window if window_is_in_slots(queries, keys) else None
     with without_autocast(q):
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(wide), k.to(wide)
@@ -164,13 +164,13 @@ def _factor(
 
 def _by_number(log_decay: Tensor, queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
     """Return log_decay n, (H, T, S) or (B, H, T, S), for log_decay (H,)."""
-    lag = lag_numbers(queries, keys, causal).unsqueeze(-3)
+    lag = lag_counts(queries, keys, causal).unsqueeze(-3)
     return log_decay.view(-1, 1, 1) * lag.to(log_decay.dtype)
 
 
 def by_lag(table: Tensor, first: int, queries: Tokens, keys: Tokens) -> Tensor:
     """Expand a table (H, R) of the lags from ``first`` on: (H, T, S) or (B, H, T, S)."""
-    if queries.slots is not None and keys.slots is not None:
+    if queries.first_slot is not None and keys.first_slot is not None:
         lowest, highest = lags_between(queries, keys)
         seen = table[:, lowest - first : highest - first + 1]
         return by_diagonals(seen, queries.positions.shape[-1])
@@ -223,5 +223,5 @@ def _sums_of(tokens: Tokens, decay: Tensor | None, batch: int) -> Tensor:
     """Return the sums of gates and of a constant decay up to each token, float64 (B, H, N)."""
     if decay is None:
         return tokens.sums
-    sums = decay.double().unsqueeze(-1) * tokens.numbers.unsqueeze(-2)
+    sums = decay.double().unsqueeze(-1) * tokens.real_counts.unsqueeze(-2)
     return sums.expand(batch, -1, -1) if tokens.sums is None else tokens.sums + sums

@@ -69,7 +69,8 @@ def encode_both(
 
     encode: a function of x (n, B, H, T, D) and positions (T,) or (B, T). It runs without autocast.
     """
-    check_positions(q_positions, q), check_positions(k_positions, k)
+    check_positions(q_positions, q)
+    check_positions(k_positions, k)
     with without_autocast(q):
         if q_positions is k_positions and q.dtype == k.dtype:
             q, k = encode(torch.stack([q, k]), q_positions).unbind(0)

@@ -105,7 +105,8 @@ class FIRE(LagBias):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         near = self._near(q_positions)
         if near == q_positions.shape[-1]:
             return super().bias(q, k, q_positions, k_positions)

@@ -50,7 +50,8 @@ class Shaw(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return q_s.w of every pair, (B, H, T, S) in the dtype of q, which is scaled already."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         index = self.row(k_positions.unsqueeze(-2) - q_positions.unsqueeze(-1))
         return pick(q @ self.table.to(q.dtype).mT, index)
 

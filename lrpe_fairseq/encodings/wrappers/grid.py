@@ -55,7 +55,7 @@ class GridEncoding(QueryKeyEncoding):
         for number, axis in enumerate(names):
             seed = len(names) * spec.seed + number
             part = construct(replace(spec, head_dim=width, seed=seed, options=own))
-            part.name = f"{name} ({axis})"
+            part.name = part.inner_name = f"{name} ({axis})"
             setattr(self, axis, part)
         _check(part, name, self.grid)
         for field in INNER:
