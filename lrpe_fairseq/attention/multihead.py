@@ -78,7 +78,7 @@ class MultiheadAttention(ProjectedAttention):
             ``nn.MultiheadAttention`` where the meaning is the same; batches come first.
         attention_type: "linear" (phi(x) = 1 + elu(x) first, then the encoding; O(T) time and a
             state of constant size) or "softmax" (scale (C / H)^-0.5).
-        position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a free form.
+        position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a composed name.
         causal: True if a token attends only to itself and earlier tokens.
         dropout: on softmax weights; linear attention has none (LRPE, Table 7).
         normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",

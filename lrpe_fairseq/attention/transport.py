@@ -1,6 +1,6 @@
 """Scores of keys that reflections carry along the text, in chunks (PaTH, Yang et al. 2025).
 
-score_st = q_s^T H_s ... H_(t+1) k_t with H_u = I - beta_u w_u w_u^T (``encodings.forms``). In a
+score_st = q_s^T H_s ... H_(t+1) k_t with H_u = I - beta_u w_u w_u^T (``core.forms``). In a
 chunk of C tokens H_C ... H_1 = I - W^T Y, where Y and Z solve one triangular system (the UT
 transform). All of it is ordinary differentiable PyTorch in the dtype of queries or keys, which is
 float32 or wider.

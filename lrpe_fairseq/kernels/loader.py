@@ -74,27 +74,28 @@ def kernels_in_use(device: str | None = None) -> dict[str, str]:
         precision on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    forms, reason = _forms_of(device)
-    found = {"device": device, **forms}
-    return {**found, "reason": reason} if "pytorch" in forms.values() else found
+    kernels, reason = _kernels_of(device)
+    record = {"device": device, **kernels}
+    return {**record, "reason": reason} if "pytorch" in kernels.values() else record
 
 
 SERVED: dict[str, list[str]] = {}
-"""What this process has computed -> the forms that computed it; see :func:`log_served`."""
+"""What this process has computed -> the kernels that computed it; see :func:`log_served`."""
 
 
-def log_served(what: str, form: str, device: str) -> None:
-    """Record, and log once, which form computes ``what``, such as "softmax attention of t5".
+def log_served(what: str, kernel: str, device: str) -> None:
+    """Record, and log once, which kernel computes ``what``, such as "softmax attention of t5".
 
     Run files have these records: :func:`.fairseq_log.served` reads them in a log.
     """
-    forms, form = SERVED.setdefault(what, []), f"{form} on {device}"
-    if form not in forms:
-        forms.append(form)
-        logger.info("%s runs as %s", what, form)
+    known = SERVED.setdefault(what, [])
+    kernel = f"{kernel} on {device}"
+    if kernel not in known:
+        known.append(kernel)
+        logger.info("%s runs as %s", what, kernel)
 
 
-def _forms_of(device: str) -> tuple[dict[str, str], str]:
+def _kernels_of(device: str) -> tuple[dict[str, str], str]:
     names = ("causal", "encode")
     if device != "cpu":
         reason = _why_unsupported() or _why_triton_fails()
@@ -194,8 +195,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     search for it takes longer, and a training step is often as fast as the host.
     """
     with torch.cuda.device_of(args[0]):
-        form = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
-        known = _compiled.get(form)
+        key = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
+        known = _compiled.get(key)
         if known is not None:
             _, compiled, rest = known
             compiled[(*grid, 1, 1)](*args, *rest)
@@ -203,11 +204,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         compiled = kernel[grid](*args, **constants)
         if compiled is not None and _runs_compiled():
             names = kernel.arg_names[len(args) :]
-            _compiled[form] = kernel, compiled, [constants[name] for name in names]
+            _compiled[key] = kernel, compiled, [constants[name] for name in names]
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]] = {}
-"""Kernels, their compiled form and their constants in order, by all that the code depends on.
+"""Kernels, their compiled code and their constants in order, by all that the code depends on.
 
 A kernel is held, because its id may belong to another one when it is gone."""
 
@@ -256,7 +257,7 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_library(source)))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.warning(
-            "the kernel %s does not compile, so the slower PyTorch form is used (%s); "
+            "the kernel %s does not compile, so the slower PyTorch code is used (%s); "
             "set CXX to GCC 12, clang 14 or newer, or %s=0",
             source.name,
             _reason(error),

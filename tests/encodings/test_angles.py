@@ -10,8 +10,8 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.projected import feature_map
 from lrpe_fairseq.encodings import (
+    COMPOSED_NAMES,
     ENCODINGS,
-    FREE_FORMS,
     EncodingOptions,
     angles_of,
     build_encoding,
@@ -43,7 +43,7 @@ CORE_OF = {
 }
 LEARNED = [name for name, core in CORE_OF.items() if core.endswith("learned")]
 FIXED = [name for name in CORE_OF if name not in LEARNED]
-NAMES = (*ENCODINGS, *FREE_FORMS)
+NAMES = (*ENCODINGS, *COMPOSED_NAMES)
 CURES = [("turn", "plain"), ("none", "log"), ("turn", "log"), ("clip", "plain"), ("clip", "log")]
 LEARNED_CURES = [(name, *cure) for name in LEARNED for cure in CURES]
 AT = torch.tensor([0, 1, 2, 127, 128, 5001, 2**31 - 1])

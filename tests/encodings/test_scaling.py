@@ -12,7 +12,7 @@ from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.projected import feature_map
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions, build_encoding
+from lrpe_fairseq.encodings import COMPOSED_NAMES, ENCODINGS, EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.rotations.scaling import SCALINGS, YARN, RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
 
@@ -20,7 +20,7 @@ ROTATING = {
     *("rope", "lrpe-type1", "lrpe-type2", "lrpe-type3", "lrpe-type5", "lrpe-type6", "lrpe-type8"),
     *("lrpe-tmlr-type1", "lrpe-tmlr-type2", "rope-2d", "fope", "tape"),
 }
-NAMES = (*ENCODINGS, *FREE_FORMS)
+NAMES = (*ENCODINGS, *COMPOSED_NAMES)
 F, L, D, HEADS = 4.0, 128, 16, 2
 AT = torch.tensor([0, 1, 2, 9, 100, 5001])
 ON = [name for name in SCALINGS if name != "none"]

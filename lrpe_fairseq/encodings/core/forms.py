@@ -53,7 +53,7 @@ class Form(NamedTuple):
     bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """:meth:`ScoreEncoding.bias`."""
     by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
-    """:meth:`ScoreEncoding.by_token`: ``bias`` in a form that a kernel supports."""
+    """:meth:`ScoreEncoding.by_token`: ``bias`` as data that a kernel supports."""
     rescore: Callable[..., Tensor] | None = None
     """:meth:`ScoreEncoding.forward`."""
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None

@@ -387,7 +387,7 @@ CORES = {
     "unitary-learned": LearnedUnitary,
     "permutation": Permutation,
 }
-"""Lambda by name: the cores of the free form ``lrpe:<P>:<Lambda>``."""
+"""Lambda by name: the cores of the names ``lrpe:<P>:<Lambda>``."""
 
 LOGARITHMIC = {LearnedRotation: LogRotation, LearnedUnitary: LogUnitary}
 """The cores with learned angles -> those that learn the logarithms."""

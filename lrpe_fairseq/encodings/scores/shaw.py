@@ -20,7 +20,7 @@ class Shaw(ScoreEncoding):
     distribution. q.w is computed for every row and gathered, so no tensor (T, S, D) is formed.
 
     The paper also adds such vectors to the values. They are left out here, as in LRPE's canonical
-    form of this method (Appendix C.1).
+    version of this method (Appendix C.1).
     """
 
     @dataclass(frozen=True)

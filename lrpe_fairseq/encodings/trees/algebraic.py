@@ -46,7 +46,7 @@ START_STD = 0.02  # of the entries of a generator under ``ape_init`` "identity"
 MOST = 256  # branches of a tree
 DIGITS = 20  # of a number, that are read
 COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
-FORM = "sequence, treeK or cycleM (K branches, M positions)"
+COMPONENTS = "sequence, treeK or cycleM (K branches, M positions)"
 DEPTH = "the depth of the deepest node is the number of products"
 """Why trees read values; see ``Encoding.host_reads``."""
 SOURCE = "[Kogkalidis, Bernardy and Garg (2024)](https://arxiv.org/abs/2312.16045)"
@@ -173,7 +173,7 @@ class Algebraic(QueryKeyEncoding):
         self.components = owner.components
 
     def summary(self) -> str:
-        """Name the components of a free form."""
+        """Name the components of a composed name."""
         own = f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
         return own if type(self) is Algebraic else super().summary()
 
@@ -451,7 +451,9 @@ def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Compon
     """Build the component ``name``, the one with this ``number`` of an encoding."""
     found = COMPONENT.fullmatch(name)
     if found is None:
-        raise ChoiceError(f"unknown component {name!r} of an algebraic encoding; choose {FORM}")
+        raise ChoiceError(
+            f"unknown component {name!r} of an algebraic encoding; choose {COMPONENTS}"
+        )
     # a number of more digits than the limits is out of range, and Python may not read it
     branches, period = (int((digits or "0")[:DIGITS]) for digits in found.groups())
     canonical = spec.options.of(APEOptions).ape_generator == "canonical"
