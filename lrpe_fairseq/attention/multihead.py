@@ -126,9 +126,16 @@ class MultiheadAttention(ProjectedAttention):
             raise NotImplementedError(NOT_EXPORTED)
         state = self._get_input_buffer(incremental_state)
         keep_state = incremental_state is not None and not isinstance(state, Memory)
-        own, x = self.given, query.transpose(0, 1)
-        given = {"window": own.window, "one_sided": own.one_sided, "starts": own.starts}
-        out, state = self.attend(x, key_padding_mask, state, keep_state, own.positions, **given)
+        out, state = self.attend(
+            query.transpose(0, 1),
+            key_padding_mask,
+            state,
+            keep_state,
+            self.given.positions,
+            window=self.given.window,
+            one_sided=self.given.one_sided,
+            starts=self.given.starts,
+        )
         if keep_state:
             incremental_state[self._state_key] = state
         return out.transpose(0, 1), None
@@ -305,8 +312,9 @@ class MultiheadAttention(ProjectedAttention):
         if linear and self.window is None:
             return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
         kept = length if self.window is None else min(length, max(1, self.window - 1))
-        own = 2 if (linear and content) or self.update is not None else 1
-        return kept * self.num_heads * (width + self.head_dim * own)
+        # content features or states stand beside the keys or values of each token
+        parts = 2 if (linear and content) or self.update is not None else 1
+        return kept * self.num_heads * (width + self.head_dim * parts)
 
     @property
     def has_denominators(self) -> bool:
@@ -406,8 +414,9 @@ class MultiheadAttention(ProjectedAttention):
         if states is None:
             states = self.encoding.start(tokens.positions, q)
         else:
-            axes, own = "(B, H, T, D)", tuple(q.shape)
-            check_companion("given.states", states, REAL, axes, (own, (1, *own[1:])), q)
+            shape = tuple(q.shape)
+            shapes = shape, (1, *shape[1:])
+            check_companion("given.states", states, REAL, "(B, H, T, D)", shapes, q)
         if self.update is not None:
             self._read = [states]
             v = torch.cat([v, states.to(v).expand(len(v), -1, -1, -1)], -1)

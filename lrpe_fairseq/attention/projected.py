@@ -110,8 +110,15 @@ class ProjectedAttention(nn.Module):
     @property
     def owner(self) -> Owner:
         """What the states of this module belong to."""
-        own = self.kind, self.attention_type, self.normalizer
-        return Owner(*own, self.encoding.name, self.encoding.spec, self.window, self.parts)
+        return Owner(
+            kind=self.kind,
+            attention_type=self.attention_type,
+            normalizer=self.normalizer,
+            encoding=self.encoding.name,
+            spec=self.encoding.spec,
+            window=self.window,
+            parts=self.parts,
+        )
 
     # --- fairseq's interface -------------------------------------------------------------------
 
@@ -168,8 +175,9 @@ class ProjectedAttention(nn.Module):
 
         They are shifted and normalized where parts say so. tokens: of x, for a shift.
         """
-        own = stored(x)
-        q, source = self._queries(*own), own if memory is None else stored(memory)
+        x_stored = stored(x)
+        q = self._queries(*x_stored)
+        source = x_stored if memory is None else stored(memory)
         if self.kv_shift is None:
             k, v = self._mapped(self.k_proj, *source), self._mapped(self.v_proj, *source)
         else:
@@ -336,8 +344,8 @@ def is_plain_linear(module: nn.Module) -> bool:
     """True if the module computes W x + b with its own weights and has no hooks."""
     hooks = module._forward_pre_hooks, module._forward_hooks
     hooks += module._backward_pre_hooks, module._backward_hooks
-    own = getattr(module.forward, "__func__", None) is nn.Linear.forward
-    return own and not any(hooks)
+    unchanged = getattr(module.forward, "__func__", None) is nn.Linear.forward
+    return unchanged and not any(hooks)
 
 
 def checked_window(window: int | None, causal: bool) -> int | None:
@@ -377,9 +385,9 @@ def cross_projections(width: int, memory_dim: int) -> dict[str, nn.Linear]:
     the same weights with its cross-attention and with ours.
     """
     widths = {"k_proj": memory_dim, "v_proj": memory_dim, "q_proj": width, "out_proj": width}
-    found = {name: nn.Linear(given, width) for name, given in widths.items()}
-    for name, linear in found.items():
+    projections = {name: nn.Linear(inputs, width) for name, inputs in widths.items()}
+    for name, linear in projections.items():
         gain = 2**-0.5 if name != "out_proj" and memory_dim == width else 1.0
         nn.init.xavier_uniform_(linear.weight, gain=gain)
-    nn.init.zeros_(found["out_proj"].bias)
-    return found
+    nn.init.zeros_(projections["out_proj"].bias)
+    return projections

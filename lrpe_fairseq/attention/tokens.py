@@ -83,6 +83,7 @@ class Tokens(NamedTuple):
         every = self._replace(phases=None)._asdict().items()
         cut = {n: x[..., part] for n, x in every if isinstance(x, Tensor)}
         first, last, _ = part.indices(self.positions.shape[-1])
+        # slices of counted positions are one object per range, so that encodings can cache by it
         known = known_range(self.positions)
         if known is not None and self.positions.dim() == 1:
             cut["positions"] = counted(known[0] + last, self.positions.device, known[0] + first)
@@ -261,20 +262,21 @@ def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     In causal attention the queries are the last T keys. None: every query sees every key.
     """
     rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
-    device, found = keys.positions.device, None
     window, by_slots = keys.window, window_is_in_slots(queries, keys)
+    visible = None
     if (causal and rows > 1) or window is not None:
-        pairs = torch.ones(rows, columns, dtype=torch.bool, device=device)
+        pairs = torch.ones(rows, columns, dtype=torch.bool, device=keys.positions.device)
+        # the last T keys are those of the queries, so that the diagonal ends at the last of both
         pairs = pairs.tril(columns - rows) if causal else pairs
         if window is not None and by_slots:
             pairs = pairs.triu(columns - rows - window + 1)
-        found = pairs[None, None]
+        visible = pairs[None, None]
     if window is not None and not by_slots:
-        found = found & (lag_counts(queries, keys, causal) < window).unsqueeze(-3)
+        visible = visible & (lag_counts(queries, keys, causal) < window).unsqueeze(-3)
     if keys.segments is not None:
         same = queries.segments.unsqueeze(-1) == keys.segments.unsqueeze(-2)
-        found = same.unsqueeze(1) if found is None else found & same.unsqueeze(1)
+        visible = same.unsqueeze(1) if visible is None else visible & same.unsqueeze(1)
     if keys.padding is not None:
-        shown = ~keys.padding[:, None, None]
-        found = shown if found is None else found & shown
-    return found
+        real = ~keys.padding[:, None, None]
+        visible = real if visible is None else visible & real
+    return visible

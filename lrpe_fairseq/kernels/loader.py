@@ -107,10 +107,10 @@ def _kernels_of(device: str) -> tuple[dict[str, str], str]:
         importlib.import_module("lrpe_fairseq.kernels.linear.causal_cpu"),
         importlib.import_module("lrpe_fairseq.kernels.encode.encode_cpu"),
     )
-    loaded = (module.library() is not None for module in modules)
-    return {
-        n: "cpu-c++" if found else "pytorch" for n, found in zip(names, loaded, strict=True)
-    }, reason
+    kernels = {}
+    for name, module in zip(names, modules, strict=True):
+        kernels[name] = "pytorch" if module.library() is None else "cpu-c++"
+    return kernels, reason
 
 
 # --- Triton ------------------------------------------------------------------------------------
@@ -163,12 +163,12 @@ def is_rocm() -> bool:
 def _why_too_old(module: str) -> str:
     """Return the reason why this release of Triton does not compile ``module``, if it does not."""
     oldest = OLDEST_TRITON.get(module, (0, 0))
-    found = importlib.import_module("triton").__version__
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) >= oldest:
+    version = importlib.import_module("triton").__version__
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= oldest:
         return ""
     needed = ".".join(map(str, oldest))
     return (
-        f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {found}, so PyTorch "
+        f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {version}, so PyTorch "
         "is used"
     )
 
@@ -325,9 +325,9 @@ def _is_complete(library: Path) -> bool:
 
 def _is_private(path: Path) -> bool:
     """True for a regular file or folder that is owned by, and writable for, this user only."""
-    found = path.lstat()
-    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return plain and found.st_uid == os.getuid() and not found.st_mode & WRITABLE_BY_OTHERS
+    status = path.lstat()  # not that of the target of a link, which others may replace
+    plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return plain and status.st_uid == os.getuid() and not status.st_mode & WRITABLE_BY_OTHERS
 
 
 def _cache() -> Path:

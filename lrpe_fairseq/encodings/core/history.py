@@ -53,12 +53,22 @@ def history(
     return past, tail
 
 
-def causal_filter(x: Tensor, weight: Tensor, **given: Tensor | None) -> tuple[Tensor, Tensor]:
+def causal_filter(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    padding: Tensor | None = None,
+    starts: Tensor | None = None,
+    tail: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute y_t = sum_j weight_j x_(t-j), j = 0..n, per feature over real tokens.
 
     Args: x: (B, T, C). weight: (n + 1, C), that of the newest token first, unlike a convolution's.
-        given: padding, starts and tail of :func:`history`.
+        padding, starts, tail: of :func:`history`.
     Returns: (B, T, C), and the tail for the next piece.
     """
-    past, tail = history(x, len(weight) - 1, **given)
-    return sum((w * p for w, p in zip(weight[1:], past, strict=True)), weight[0] * x), tail
+    past, tail = history(x, len(weight) - 1, padding=padding, starts=starts, tail=tail)
+    y = weight[0] * x
+    for w, earlier in zip(weight[1:], past, strict=True):
+        y = y + w * earlier
+    return y, tail

@@ -368,8 +368,8 @@ class ScoreEncoding(Encoding):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        own = cls.forward, cls.weigh
-        cls.additive = own == (ScoreEncoding.forward, ScoreEncoding.weigh)
+        methods = cls.forward, cls.weigh
+        cls.additive = methods == (ScoreEncoding.forward, ScoreEncoding.weigh)
 
     def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return a table of biases by lag, a bias, or functions; see :meth:`Encoding.form`."""
@@ -378,8 +378,9 @@ class ScoreEncoding(Encoding):
             if table is None:
                 return Form(bias=self.bias, by_token=self.by_token)
             return Form(table=table)
-        own = type(self).weigh is not ScoreEncoding.weigh
-        return Form(rescore=self.forward, weigh=self.weigh if own else None)
+        # the flash kernel and the blocks know the softmax: it is no function of the encoding
+        replaces_softmax = type(self).weigh is not ScoreEncoding.weigh
+        return Form(rescore=self.forward, weigh=self.weigh if replaces_softmax else None)
 
     def forward(
         self,

@@ -159,13 +159,15 @@ def _before(sums: Tensor, logs: Tensor | None) -> Tensor:
     if logs is None:
         after = sums.cumsum(2)
     else:
-        found, last = [], 0.0
-        for part, own in zip(sums.split(SCAN, 2), logs.split(SCAN, 2), strict=True):
-            steps = (own.unsqueeze(-1) - own.unsqueeze(-2)).tril().exp().tril().to(sums)
+        groups = []
+        last = 0.0  # the logarithm at the end of the group before
+        for part, log in zip(sums.split(SCAN, 2), logs.split(SCAN, 2), strict=True):
+            steps = (log.unsqueeze(-1) - log.unsqueeze(-2)).tril().exp().tril().to(sums)
             here = (steps @ part.flatten(3)).unflatten(-1, sums.shape[3:])
-            if found:
-                carried = (own - last).exp().to(sums)[..., None, None]
-                here = here + carried * found[-1][:, :, -1:]
-            found, last = [*found, here], own[..., -1:]
-        after = torch.cat(found, 2)
+            if groups:
+                carried = (log - last).exp().to(sums)[..., None, None]
+                here = here + carried * groups[-1][:, :, -1:]
+            groups.append(here)
+            last = log[..., -1:]
+        after = torch.cat(groups, 2)
     return torch.cat([torch.zeros_like(after[:, :, :1]), after[:, :, :-1]], 2)
