@@ -219,10 +219,10 @@ def encoding_class(name: str) -> type[Encoding]:
 
     Raises: ChoiceError if it is unknown.
     """
-    found = constructor_of(name)
-    while isinstance(found, partial):
-        found = found.keywords.get("inner", found.func)
-    return found
+    constructor = constructor_of(name)
+    while isinstance(constructor, partial):
+        constructor = constructor.keywords.get("inner", constructor.func)
+    return constructor
 
 
 def is_causal_only(name: str) -> bool:
@@ -306,7 +306,7 @@ def options_read_by(name: str) -> frozenset[str]:
     encoding = build_encoding(name, max(8, 2 * slices), 1, causal=True, options=options)
     ignored = set() if encoding.scales else {RotationOptions}
     ignored |= set() if encoding.angles else {AngleOptions}  # every constructor reads both
-    return frozenset(own.name for kind in options.kinds - ignored for own in fields(kind))
+    return frozenset(field.name for kind in options.kinds - ignored for field in fields(kind))
 
 
 def has_rotations(name: str) -> bool:
@@ -331,20 +331,22 @@ def angles_of(name: str) -> str:
 
 def options_of_encodings() -> dict[str, Field]:
     """Return the options of all encodings as {name: field}, in the order of their classes."""
-    found: dict[str, Field] = {}
+    options: dict[str, Field] = {}
     for kind in kinds_of_options():
-        for own in fields(kind):
-            if own.name in found or not own.metadata.get("help"):
-                raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
-            found[own.name] = own
-    return found
+        for field in fields(kind):
+            if field.name in options or not field.metadata.get("help"):
+                raise TypeError(
+                    f"{kind.__qualname__}.{field.name} needs a new name and a help text"
+                )
+            options[field.name] = field
+    return options
 
 
-def _parse_departures(given: str | Collection[str]) -> frozenset[str]:
+def _parse_departures(names: str | Collection[str]) -> frozenset[str]:
     """Return the departures that are named; see ``fidelity``, which reads :data:`ENCODINGS`."""
     from lrpe_fairseq.encodings.fidelity import parse_departures
 
-    return parse_departures(given)
+    return parse_departures(names)
 
 
 register_methods(kinds_of_options, _parse_departures)

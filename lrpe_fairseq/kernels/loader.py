@@ -168,8 +168,8 @@ def _why_too_old(module: str) -> str:
         return ""
     needed = ".".join(map(str, oldest))
     return (
-        f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {version}, so PyTorch "
-        "is used"
+        f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {version}, "
+        "so PyTorch is used"
     )
 
 

@@ -398,15 +398,15 @@ def build_core(name: str, spec: EncodingSpec) -> nn.Module:
 
     Raises: ChoiceError for a floor or logarithms of angles that the core does not have.
     """
-    kind, given = CORES[name], spec.options.of(AngleOptions)
-    if given == AngleOptions():
+    kind, options = CORES[name], spec.options.of(AngleOptions)
+    if options == AngleOptions():
         return kind(spec)
     if not issubclass(kind, Rotation):
         raise ChoiceError(
             f"Lambda {name!r} has no angles: leave out --angle-floor and --angle-parameter, or "
             "choose rope or an LRPE type with rotations"
         )
-    if given.angle_parameter == "log":
+    if options.angle_parameter == "log":
         if kind not in LOGARITHMIC:
             raise ChoiceError(
                 f"Lambda {name!r} has fixed angles: leave out --angle-parameter log, or choose "

@@ -116,12 +116,12 @@ class FIRE(LagBias):
             self._of_pairs(part.unsqueeze(-1), k_positions.unsqueeze(-2)).to(q.dtype)
             for part in q_positions[..., near:].split(rows, -1)
         ]
-        found = torch.cat(blocks, -2)
+        far = torch.cat(blocks, -2)
         if not near:
-            return found
+            return far
         first, _ = known_range(q_positions)
         before = counted(first + near, q_positions.device, first)
-        return torch.cat([super().bias(q[..., :near, :], k, before, k_positions), found], -2)
+        return torch.cat([super().bias(q[..., :near, :], k, before, k_positions), far], -2)
 
     def _near(self, q_positions: Tensor) -> int:
         """Return how many of the first queries are known to be at s <= L; 0 if L is NaN.

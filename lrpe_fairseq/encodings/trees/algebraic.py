@@ -165,8 +165,8 @@ class Algebraic(QueryKeyEncoding):
         )
         self._text = components
         self.card = _card(trees)
-        own = DEPTH if trees else "", EIGENBASIS if self.options.ape_learned else ""
-        self.host_reads = "; ".join(filter(None, own))
+        reasons = DEPTH if trees else "", EIGENBASIS if self.options.ape_learned else ""
+        self.host_reads = "; ".join(filter(None, reasons))
 
     def share_with(self, owner: "Algebraic") -> None:
         """Use the generators of ``owner``, and its caches of their spectra."""
@@ -174,8 +174,8 @@ class Algebraic(QueryKeyEncoding):
 
     def summary(self) -> str:
         """Name the components of a composed name."""
-        own = f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
-        return own if type(self) is Algebraic else super().summary()
+        text = f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
+        return text if type(self) is Algebraic else super().summary()
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -191,10 +191,10 @@ class Algebraic(QueryKeyEncoding):
 
     def fold(self) -> Fold | None:
         """Fold P^T of every component; see :meth:`QueryKeyEncoding.fold`."""
-        found = [component.fold() for component in self.components]
-        if None in found:
+        folds = [component.fold() for component in self.components]
+        if None in folds:
             return None
-        bases, angles = zip(*found, strict=True)
+        bases, angles = zip(*folds, strict=True)
 
         def projection(x: Tensor) -> Planes:
             *slices, rest = self._slices(x)
@@ -449,13 +449,13 @@ class Tree(Component):
 
 def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Component:
     """Build the component ``name``, the one with this ``number`` of an encoding."""
-    found = COMPONENT.fullmatch(name)
-    if found is None:
+    match = COMPONENT.fullmatch(name)
+    if match is None:
         raise ChoiceError(
             f"unknown component {name!r} of an algebraic encoding; choose {COMPONENTS}"
         )
     # a number of more digits than the limits is out of range, and Python may not read it
-    branches, period = (int((digits or "0")[:DIGITS]) for digits in found.groups())
+    branches, period = (int((digits or "0")[:DIGITS]) for digits in match.groups())
     canonical = spec.options.of(APEOptions).ape_generator == "canonical"
     if branches > MOST or period == 1 or period > LONGEST:
         raise ChoiceError(
@@ -522,11 +522,11 @@ def _normal(spec: EncodingSpec, shape: tuple[int, ...], width: int, number: int)
 
 def _in_other_planes(start: Tensor, generator: torch.Generator) -> Tensor:
     """Permute the features of every branch but the first, (k, H, d, d), the same for all heads."""
-    found = start.clone()
+    permuted = start.clone()
     for branch in range(1, len(start)):
         order = torch.randperm(start.shape[-1], generator=generator, device="cpu")
-        found[branch] = start[branch][:, order][:, :, order]
-    return found
+        permuted[branch] = start[branch][:, order][:, :, order]
+    return permuted
 
 
 def _full(spec: EncodingSpec) -> bool:
