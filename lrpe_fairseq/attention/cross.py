@@ -197,10 +197,11 @@ class CrossAttention(ProjectedAttention):
         width = self.num_heads * self.head_dim
         check_tokens(x, query_padding_mask, positions, width=width, names=OF_QUERY)
         if state is None:
-            before = past = None
+            before = past = None  # the first call: the memory is encoded and kept
             source = self._tokens_of_memory(x, memory, key_padding_mask, memory_positions)
         else:
             check_owner(state, CrossState, self.owner, x)
+            # later calls read the state, and not the memory
             before, past, source = state.next_position, state.memory, None
         queries = tokens_of(x, query_padding_mask, before, positions)
         weights = None

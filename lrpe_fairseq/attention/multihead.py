@@ -125,6 +125,7 @@ class MultiheadAttention(ProjectedAttention):
         if torch.jit.is_tracing():
             raise NotImplementedError(NOT_EXPORTED)
         state = self._get_input_buffer(incremental_state)
+        # a memory is read and not extended, so that no state is kept
         keep_state = incremental_state is not None and not isinstance(state, Memory)
         out, state = self.attend(
             query.transpose(0, 1),
@@ -194,6 +195,7 @@ class MultiheadAttention(ProjectedAttention):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
+        # of two windows the smaller one hides more
         window = checked_window(window, self.causal)
         if window is None or (self.window is not None and self.window < window):
             window = self.window
@@ -226,6 +228,7 @@ class MultiheadAttention(ProjectedAttention):
         check_owner(state, AttentionState, self.owner, x)
         if isinstance(state.past, LinearState):
             return
+        # a state finds its documents by positions of 0, which explicit positions may repeat
         explicit = positions is not None or not (state.past.counted or state.past.packed)
         if explicit and (starts is not None or state.past.packed):
             raise ValueError("documents need positions that are counted in all blocks of a text")
@@ -244,6 +247,7 @@ class MultiheadAttention(ProjectedAttention):
         if x.shape[1] == 0 and (keep_state or state is not None):
             return x, state if keep_state else None
         before = None if state is None else state.next_position
+        # a copy, because the filters update it in place and the caller's state stays valid
         history = {} if state is None else dict(state.history)
         tokens = tokens_of(x, padding, before, positions, history=history, **options)
         tokens = self._of_text(x, tokens)
@@ -256,7 +260,7 @@ class MultiheadAttention(ProjectedAttention):
         following = tokens_after(x, padding, before)
         if positions is not None:
             following = _next_after(tokens, x.shape[0], before)
-        elif tokens.segments is not None:
+        elif tokens.segments is not None:  # counted from the start of the last document
             last = tokens.positions[:, -1]
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following, history, self.owner)
@@ -271,7 +275,7 @@ class MultiheadAttention(ProjectedAttention):
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
         options["dtype"] = self._result_type(v)
         options |= {"starts": tokens.starts, "transport": tokens.transport}
-        if self.normalizer == "content":
+        if self.normalizer == "content":  # before the encoding replaces q and k
             options["content"] = feature_maps(q, k)
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         in_slots = tokens.first_slot is not None and not keep_state
@@ -292,6 +296,7 @@ class MultiheadAttention(ProjectedAttention):
         content = [*feature_maps(q, k)] if self.normalizer == "content" else None
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         queries, keys, width = tokens, tokens, k.shape[-1]
+        # one state holds both kinds of keys, so that a window cuts them together
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
@@ -392,7 +397,7 @@ class MultiheadAttention(ProjectedAttention):
         stated = self.encoding.has_states
         q, k, v = self._with_states(x, tokens) if stated else self._encoded(x, tokens)
         queries = keys = tokens
-        if first:
+        if first:  # the tokens of a memory are keys only
             q, queries = q[:, :, first:], tokens.of(slice(first, None))
             k = k if tokens.transport is None else _carried_before(k, tokens.transport, first)
         if keep_state:
@@ -410,7 +415,7 @@ class MultiheadAttention(ProjectedAttention):
         If the layer has an update, the states are further features of v.
         """
         q, k, v = self._project(x, tokens=tokens)
-        states, self.given.states = self.given.states, None
+        states, self.given.states = self.given.states, None  # of this pass only
         if states is None:
             states = self.encoding.start(tokens.positions, q)
         else:
@@ -436,6 +441,7 @@ class MultiheadAttention(ProjectedAttention):
         gates = self._gates(x, tokens.padding)
         if gates is None:
             return tokens
+        # float64: differences of sums over a long text must be exact to float32
         sums = gates.double().cumsum(-1)
         return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
 
@@ -468,6 +474,7 @@ def _remembered(
     every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
     after = softmax.carry(every, tokens.transport)
     queries, keys, window = tokens, every.tokens, tokens.window
+    # the tokens of a block are counted from its start, those of the state from that of the text
     if keys.counts is not None:
         queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])
     if keys.segments is not None:

@@ -181,6 +181,7 @@ class ProjectedAttention(nn.Module):
         if self.kv_shift is None:
             k, v = self._mapped(self.k_proj, *source), self._mapped(self.v_proj, *source)
         else:
+            # keys and values are shifted alike, in one pass over the text
             kv = torch.cat([as_stored(self.k_proj, x), as_stored(self.v_proj, x)], -1)
             kv = self.kv_shift.shifted(x, kv, tokens or tokens_of(x))
             k, v = map(self._heads, kv.chunk(2, -1))
@@ -283,6 +284,7 @@ class ProjectedAttention(nn.Module):
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, T, C) in the dtype of x, the input of the layer (B, T, C)."""
         out = out if self.out_norm is None else self.out_norm(out)
+        # kernels write results in the layout of q: no copy is made of either
         time_first = out.stride(2) > out.stride(0)
         axes = (2, 0, 1, 3) if time_first else (0, 2, 1, 3)
         y = self._normalized(out.permute(axes).flatten(2))  # as it is stored

@@ -182,6 +182,7 @@ def tokens_of(
     padding = None if padding is None else padding.bool()
     if positions is not None:
         return Tokens(positions, counts, padding, **more)
+    # padding on one side shifts all positions of a row alike, and lags not at all
     in_slots = before is None and (padding is None or one_sided)
     first_slot = 0 if in_slots else None
     if starts is None:
@@ -200,6 +201,7 @@ def _count_real_first(padding: Tensor) -> Tensor:
     """Return the numbers (B, T) of the tokens of a mask (B, T), true at padding."""
     padding = padding.bool()
     real = ~padding
+    # padding is counted after all real tokens: its positions are unique, and masked anyway
     after = real.sum(1, keepdim=True) + padding.cumsum(1)
     numbers = torch.where(padding, after, real.cumsum(1)) - 1
     return with_known_range(numbers, 0, padding.shape[1] - 1)
@@ -217,6 +219,7 @@ def restarted(
     counts = real.cumsum(1) - real.long()  # real tokens before each
     counts = counts if before is None else counts + before.unsqueeze(1)
     starts = starts & real
+    # the largest count of a start so far is that of the token's own document
     positions = counts - torch.where(starts, counts, 0).cummax(1).values
     if before is None:
         with_known_range(positions, 0, starts.shape[1])  # T, not T - 1: numbers may repeat

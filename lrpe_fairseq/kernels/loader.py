@@ -129,6 +129,7 @@ def triton_kernels(module: str) -> ModuleType | None:
 def _triton_kernels(module: str) -> ModuleType | None:
     unsupported = _why_unsupported()
     reason = unsupported or _why_too_old(module) or _why_triton_fails()
+    # a machine without a GPU is no reason to warn, unless kernels were asked for
     asked = os.environ.get(VARIABLE) == "1" and torch.cuda.is_available()
     if reason and (asked or not unsupported):
         logger.warning("the Triton kernels of %s are not used: %s", module, reason)
@@ -195,6 +196,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     search for it takes longer, and a training step is often as fast as the host.
     """
     with torch.cuda.device_of(args[0]):
+        # Triton specializes for types, alignment and the values of some numbers
         key = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
         known = _compiled.get(key)
         if known is not None:
@@ -278,6 +280,7 @@ def _library(source: Path) -> Path:
     """Return the path of the library for this machine; compile it if it is not in the cache."""
     command = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS]
     read = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    # another compiler, processor, source or flag gives another file
     made_of = (*read, " ".join(command).encode(), _processor().encode())
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()
     name = f"{source.stem}-{digest[:16]}.so"
@@ -297,6 +300,7 @@ def _library(source: Path) -> Path:
 def _compile(command: list[str], target: Path) -> None:
     """Compile to ``target`` atomically, with a checksum appended, accessible to this user only."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        # other processes may compile the same file now: each writes its own, and the last replaces
         built = Path(folder, target.name)
         done = [*command, "-o", str(built)]
         subprocess.run(done, check=True, capture_output=True, text=True, timeout=300)

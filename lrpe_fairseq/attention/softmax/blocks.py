@@ -102,6 +102,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call:
     terms = terms_of(q, k, queries, keys, call)
     visible = visible_pairs(queries, keys, call.causal)
     options = {"visible": visible, "scale": call.scale, "dropout": call.dropout}
+    # a softmax of scores plus a bias is what torch's fused kernels compute
     if terms.rescore is None and terms.weigh is masked_softmax:
         return softmax_attention(q, k, v, bias=terms.bias, **options)
     return softmax_attention_naive(q, k, v, **terms._asdict(), **options)
@@ -143,6 +144,7 @@ def _bias(call: Call, queries: Tokens, keys: Tokens, dtype: torch.dtype) -> Tens
     if form.decay is not None:
         wide = form.decay.to(torch.promote_types(form.decay.dtype, dtype))
         exponents.append(_by_number(wide, queries, keys, call.causal))
+    # a decay never grows, also where sums of gates differ by rounding
     bias = sum(exponents).clamp(LOWEST, 0.0).to(dtype) if exponents else None
     if form.table is None:
         return bias
@@ -183,6 +185,7 @@ def by_diagonals(table: Tensor, rows: int) -> Tensor:
 
     table: (H, T + S - 1), the values of the lags from those of the first query and the last key on.
     """
+    # row i of the pairs is the reversed table from its i-th last entry on: a view, not a gather
     columns = table.shape[-1] - rows + 1
     return table.flip(-1).unfold(-1, columns, 1).flip(-2)
 
@@ -198,6 +201,7 @@ def query_blocks(
     query sees. There is one block, maybe empty, if T = 0.
     """
     batch, heads, rows, columns = *q.shape[:3], k.shape[2]
+    # more queries than the window would compute mostly hidden pairs
     most = rows if window is None else max(window, ROWS)
     wide = columns if window is None else min(columns, most + window)
     step = max(1, min(most, limit // max(1, batch * heads * wide)))

@@ -108,6 +108,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call:
     """Compute attention whose scores are q k^T."""
     options = {"scale": call.scale, "dropout": call.dropout}
     square = q.shape[-2] == k.shape[-2]
+    # torch's causal flag aligns the first query with the first key, which is ours for squares only
     if keys.unmasked and (square or not call.causal):
         return fused_attention(q, k, v, is_causal=call.causal, **options)
     return softmax_attention(q, k, v, visible=visible_pairs(queries, keys, call.causal), **options)
@@ -165,6 +166,7 @@ def _is_decay_as_gates(call: Call) -> bool:
 
 def _is_data(form: Form) -> bool:
     """True if tables, fixed decays or per-token biases describe the form completely."""
+    # the kernel has no gradients of decays
     if any(x is not None and x.requires_grad for x in (form.decay, form.score_decay)):
         return False
     if form.by_token is not None:
@@ -211,6 +213,7 @@ def _by_token(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the queries, and biases by lag of every token as arguments of the kernel."""
     first, last = call.lags
+    # only lags of visible pairs need a column
     if call.causal:
         first = max(first, 0)
     if window is not None:

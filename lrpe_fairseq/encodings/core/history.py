@@ -27,6 +27,7 @@ def history(
         last n tokens of the last document, oldest first. Values at padding have no meaning.
     """
     order = None
+    # padding may stand anywhere: real tokens are brought together, filtered, and put back
     if padding is not None:
         padding = padding.bool()
         starts = None if starts is None else starts & ~padding
@@ -37,7 +38,7 @@ def history(
     tail = x.new_zeros(batch, count, width) if tail is None else tail
     if not length:
         return [x] * count, tail
-    every = torch.cat([tail, x], 1)
+    every = torch.cat([tail, x], 1)  # the piece with the n tokens before it
     past = [every[:, count - j : count - j + length] for j in range(1, count + 1)]
     real = length if padding is None else (~padding).sum(1, keepdim=True)
     slots = real - count + torch.arange(count, device=x.device).expand(batch, count)

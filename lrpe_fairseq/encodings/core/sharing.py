@@ -29,7 +29,7 @@ def share_across_stacks(model: nn.Module) -> None:
 
 def _share(model: nn.Module, field: str, key: Callable[[Encoding], object]) -> None:
     """Share between encodings whose ``field`` is true, of one class, name and ``key``."""
-    owners: dict[tuple, Encoding] = {}
+    owners: dict[tuple, Encoding] = {}  # the first encoding of each kind, in the order of layers
     for module in list(model.modules()):
         if not isinstance(module, Encoding) or not getattr(module, field):
             continue

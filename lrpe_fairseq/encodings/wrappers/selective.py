@@ -71,6 +71,7 @@ class Increments(nn.Module):
             steps, tail = self._steps(x.to(wide), padding, starts, history.get("tail"))
         if padding is not None:
             steps = steps.masked_fill(padding[:, None, :, None], 0.0)
+        # float64: a phase of a long text has no bits to lose
         phases = steps.to(exact_type(x.device), memory_format=torch.contiguous_format).cumsum(2)
         if "phases" in history:
             phases = phases + history["phases"].unsqueeze(2)

@@ -50,9 +50,12 @@ def definition(
     length = q.shape[-2]
     chunks, size = chunks_of(length, chunk)
     q, k, v = (cut(x, chunks, size) for x in (q, k, v))
-    scores, q_in, k_in, logs = product(q, k.mT).tril(), q, k, None
+    scores = product(q, k.mT).tril()  # of the pairs within a chunk
+    # what reads the state before the chunk, and what is added to the state after it
+    q_in, k_in, logs = q, k, None
     if log_decay is not None:
         total = decay_in_chunk(log_decay, length, chunks, size)  # B H N C
+        # above the diagonal exponents would be positive: tril comes before exp
         within = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
         decay = block_decay(total, scores)
         scores, q_in, k_in = scores * within.to(scores), q * decay.into, k * decay.out_of
@@ -128,6 +131,7 @@ def decay_in_chunk(log_decay: Tensor, length: int, chunks: int, size: int) -> Te
     """
     if log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(1, -1, length)
+    # float64, because only differences of these sums are exponentiated
     logs = F.pad(log_decay.double(), (0, chunks * size - length))
     return logs.unflatten(-1, (chunks, size)).cumsum(-1)
 

@@ -64,6 +64,7 @@ class _CausalSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, wanted, eps):
+        # the backward pass starts each segment from its saved state and recomputes the rest
         states = _states(q, v) if any(ctx.needs_input_grad) else None
         out = torch.empty_like(v)
         denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])
