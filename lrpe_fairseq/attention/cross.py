@@ -150,7 +150,8 @@ class CrossAttention(ProjectedAttention):
         return out.transpose(0, 1), weights
 
     def _reordered(self, state: CrossState, new_order: Tensor) -> CrossState:
-        memory, rows = state.memory, len(state.next_position)
+        memory = state.memory
+        rows = len(state.next_position)
         if isinstance(memory, EncodedMemory):
             # one row of positions serves every text until rows are selected
             memory = memory._replace(
@@ -202,7 +203,9 @@ class CrossAttention(ProjectedAttention):
         else:
             check_owner(state, CrossState, self.owner, x)
             # later calls read the state, and not the memory
-            before, past, source = state.next_position, state.memory, None
+            before = state.next_position
+            past = state.memory
+            source = None
         queries = tokens_of(x, query_padding_mask, before, positions)
         weights = None
         if self.attention_type == "linear":

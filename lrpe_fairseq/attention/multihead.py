@@ -295,7 +295,9 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._project(x, tokens=tokens)
         content = [*feature_maps(q, k)] if self.normalizer == "content" else None
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
-        queries, keys, width = tokens, tokens, k.shape[-1]
+        queries = tokens
+        keys = tokens
+        width = k.shape[-1]
         # one state holds both kinds of keys, so that a window cuts them together
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
@@ -349,7 +351,8 @@ class MultiheadAttention(ProjectedAttention):
         The gates of x (B, T, C) are per token. A constant decay is (H,), except in a causal model
         with padding, if slots do not count as tokens do.
         """
-        constant, gates = self.encoding.log_decay(x.device), self._gates(x, padding)
+        constant = self.encoding.log_decay(x.device)
+        gates = self._gates(x, padding)
         if gates is not None:
             return gates if constant is None else gates + constant.unsqueeze(-1)
         if constant is None or padding is None or in_slots or not self.causal:
@@ -398,7 +401,8 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._with_states(x, tokens) if stated else self._encoded(x, tokens)
         queries = keys = tokens
         if first:  # the tokens of a memory are keys only
-            q, queries = q[:, :, first:], tokens.of(slice(first, None))
+            q = q[:, :, first:]
+            queries = tokens.of(slice(first, None))
             k = k if tokens.transport is None else _carried_before(k, tokens.transport, first)
         if keep_state:
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
@@ -473,7 +477,9 @@ def _remembered(
         k = k.to(torch.promote_types(k.dtype, torch.float32))
     every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
     after = softmax.carry(every, tokens.transport)
-    queries, keys, window = tokens, every.tokens, tokens.window
+    queries = tokens
+    keys = every.tokens
+    window = tokens.window
     # the tokens of a block are counted from its start, those of the state from that of the text
     if keys.counts is not None:
         queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])

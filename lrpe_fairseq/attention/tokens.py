@@ -172,7 +172,8 @@ def tokens_of(
         starts: bool (B, T); positions count from the last start on.
         more: further fields of :class:`Tokens`.
     """
-    length, device = x.shape[1], x.device
+    length = x.shape[1]
+    device = x.device
     if padding is None:
         counts = counted(length, device)
     else:
@@ -265,7 +266,8 @@ def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     In causal attention the queries are the last T keys. None: every query sees every key.
     """
     rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
-    window, by_slots = keys.window, window_is_in_slots(queries, keys)
+    window = keys.window
+    by_slots = window_is_in_slots(queries, keys)
     visible = None
     if (causal and rows > 1) or window is not None:
         pairs = torch.ones(rows, columns, dtype=torch.bool, device=keys.positions.device)

@@ -64,7 +64,8 @@ class Rotation(nn.Module):
         self, spec: EncodingSpec, theta: Tensor | None = None, floored: bool = False
     ) -> None:
         super().__init__()
-        self.options, self.width = spec.options.of(RotationOptions), spec.head_dim
+        self.options = spec.options.of(RotationOptions)
+        self.width = spec.head_dim
         theta = self.frequencies(spec) if theta is None else theta
         self.floor: AngleFloor | None = floor_of(spec, theta) if floored else None
         self.register_frequencies(theta)
@@ -110,7 +111,8 @@ class Rotation(nn.Module):
         self.theta = theta
         self.cache = PositionCache()
         if self.floor is not None:
-            self.theta_without_floor, self.theta = theta, self.floor(theta)
+            self.theta_without_floor = theta
+            self.theta = self.floor(theta)
             self.register_load_state_dict_post_hook(_apply_loaded_floor)
 
     def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,7 +128,8 @@ class Rotation(nn.Module):
 
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the result of :meth:`powers`."""
-        angles, device = self.angles, positions.device
+        angles = self.angles
+        device = positions.device
         if positions.is_floating_point() and not angles.requires_grad:  # not cached
             angles = constant(tuple(angles.tolist()), exact_type(device), device)
         return phases(positions, angles, dtype)
@@ -177,7 +180,10 @@ class HalfRotation(Rotation):
     )
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
-        """Return the frequencies; below width 3 every feature would be rotated."""
+        """Return the frequencies.
+
+        Raises: ChoiceError below width 3, where every feature would be rotated.
+        """
         if spec.head_dim < 3:
             raise ChoiceError(
                 f"rotation-half needs a head width of at least 3, got {spec.head_dim}"
@@ -319,7 +325,9 @@ class _Phases(torch.autograd.Function):
     def backward(ctx, grad):
         s, phase, theta = ctx.saved_tensors
         exact = exact_type(phase.device)
-        turned, of_theta, of_s = (phase.conj() * grad).imag.to(exact), None, None
+        turned = (phase.conj() * grad).imag.to(exact)
+        of_theta = None
+        of_s = None
         if ctx.needs_input_grad[0]:
             of_theta = (s.to(exact) * turned).flatten(0, -2).sum(0).to(theta)
         if ctx.needs_input_grad[1]:
@@ -400,7 +408,8 @@ def build_core(name: str, spec: EncodingSpec) -> nn.Module:
 
     Raises: ChoiceError for a floor or logarithms of angles that the core does not have.
     """
-    kind, options = CORES[name], spec.options.of(AngleOptions)
+    kind = CORES[name]
+    options = spec.options.of(AngleOptions)
     if options == AngleOptions():
         return kind(spec)
     if not issubclass(kind, Rotation):

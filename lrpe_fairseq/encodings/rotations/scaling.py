@@ -101,7 +101,8 @@ def scaled(theta: Tensor, options: RotationOptions) -> Tensor:
         theta: w, (E,), in radians per token, fixed or learned.
     Trap: a learned angle is scaled in every call and keeps its value in the checkpoint.
     """
-    kind, f = options.context_scaling, options.context_factor
+    kind = options.context_scaling
+    f = options.context_factor
     if kind == "none":
         return theta
     theta = theta.to(exact_type(theta.device))

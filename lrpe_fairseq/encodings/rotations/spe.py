@@ -189,7 +189,8 @@ class SPE(QueryKeyEncoding):
         self.code = SineCode(spec, self.realizations)
         self.gate = None
         if options.spe_gated:
-            generator, shape = spec.generator("spe-gate"), (spec.num_heads, spec.head_dim)
+            generator = spec.generator("spe-gate")
+            shape = (spec.num_heads, spec.head_dim)
             self.gate = nn.Parameter(torch.randn(shape, generator=generator, device="cpu"))
             eps = torch.randn(*shape, self.realizations, generator=generator, device="cpu")
             self.register_buffer("gate_noise", eps)
@@ -204,7 +205,8 @@ class SPE(QueryKeyEncoding):
 
     def share_with(self, owner: "SPE") -> None:
         """Use the code and noise of ``owner``. Each layer keeps a separate gate."""
-        self.code, self._draws = owner.code, False
+        self.code = owner.code
+        self._draws = False
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -298,9 +300,11 @@ class Rows(NamedTuple):
 
 def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
     """Return distinct positions (N,) that include all of int64 (B, T), and their indices."""
-    known, device = known_range(positions), positions.device
+    known = known_range(positions)
+    device = positions.device
     if known is not None:  # some of them may be absent
-        index, count = positions - known[0], known[1] - known[0] + 1
+        index = positions - known[0]
+        count = known[1] - known[0] + 1
         order = index.argsort(1) if count == positions.shape[1] else None
         return counted(known[1] + 1, device, known[0]), Rows(index, order)
     distinct, index = positions.unique(return_inverse=True)

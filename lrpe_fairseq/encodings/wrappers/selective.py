@@ -45,7 +45,8 @@ class Increments(nn.Module):
 
     def __init__(self, spec: EncodingSpec, angles: int) -> None:
         super().__init__()
-        self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
+        self.heads = spec.num_heads
+        width = spec.num_heads * spec.head_dim
         self.options = spec.options.of(SelectiveOptions)
         draw = partial(torch.rand, generator=spec.generator("selective"), device="cpu")
         zeros = partial(torch.zeros, device="cpu")
