@@ -29,13 +29,13 @@ def main(arguments: list[str]) -> int:
         known = ", ".join(COMMANDS)
         print(f"python -m lrpe_fairseq.experiments COMMAND …\ncommands: {known}", file=sys.stderr)
         return 2
-    name, *own = arguments
+    name, *words = arguments
     try:
         # Imported only now: each command needs other extras.
         module = importlib.import_module(f"lrpe_fairseq.experiments.commands.{name}")
     except ModuleNotFoundError as error:
         return refused_without(name, error)
-    return module.main(own)
+    return module.main(words)
 
 
 if __name__ == "__main__":

@@ -78,11 +78,13 @@ def evaluate_classifier(
     metrics: Run = {}
     name = classification.ACCURACY + (f"-at-{image_size}" if image_size else "")
     for split in splits:
-        found = predictions(checkpoint, data, split, lambda model, x: model(**x), overrides)
-        metrics[split] = {name: scores(*found)}
-    said = classification.protocol(data, longest, _cut(data, splits, longest))
-    said += f" Images have {image_size} pixels." if image_size else ""
-    return by_hand.record(checkpoint, data, metrics, {name: said})
+        logits, targets = predictions(
+            checkpoint, data, split, lambda model, x: model(**x), overrides
+        )
+        metrics[split] = {name: scores(logits, targets)}
+    sentence = classification.protocol(data, longest, _cut(data, splits, longest))
+    sentence += f" Images have {image_size} pixels." if image_size else ""
+    return by_hand.record(checkpoint, data, metrics, {name: sentence})
 
 
 def _reads_files(trained: Run) -> bool:
@@ -122,4 +124,4 @@ def _cut(data: Path, splits: list[str], longest: int) -> int:
     """Return the number of inputs of ``splits`` that are longer than ``longest``."""
     folders = sorted((data / "bin").glob("input*"))
     lengths = (corpus.row_lengths(folder / split) for folder in folders for split in splits)
-    return sum(int((own > longest).sum()) for own in lengths)
+    return sum(int((rows > longest).sum()) for rows in lengths)

@@ -45,8 +45,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = by_hand.arguments("eval_mt", "Translate with checkpoints and score.")
     add = parser.add_argument
     usual = Decoding()
-    said = "average the last N periodic checkpoints of this folder; 1: this checkpoint only"
+    average = "average the last N periodic checkpoints of this folder; 1: this checkpoint only"
     add("--beam", type=int, default=usual.beam)
     add("--lenpen", type=float, default=usual.length_penalty)
-    add("--average", type=int, default=usual.average, metavar="N", help=said)
+    add("--average", type=int, default=usual.average, metavar="N", help=average)
     return by_hand.parsed(parser, arguments)

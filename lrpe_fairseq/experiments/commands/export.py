@@ -76,10 +76,10 @@ def _require_dictionary(checkpoint: Path, dictionary: Path) -> None:
             )
 
 
-def _run(checkpoint: Path, given: Path | None) -> Run | None:
-    """Return the run file that was given, or that of the training if it is at hand."""
-    if given is not None:
-        return read_run(given)
+def _run(checkpoint: Path, chosen: Path | None) -> Run | None:
+    """Return the run file ``chosen``, or by default that of the training if it is at hand."""
+    if chosen is not None:
+        return read_run(chosen)
     for path in filter(Path.is_file, _run_files(checkpoint.absolute())):
         run = read_run(path)
         if "checkpoint" in run and run["checkpoint"] != digest(checkpoint):

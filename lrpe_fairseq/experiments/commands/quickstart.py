@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def planned(seeds: int) -> list[TrainingRun]:
     """Return the runs of the table, seed by seed, with run files in their own folders."""
-    found = runs(load_named(TABLE), SCALE, range(1, seeds + 1))
-    return [dataclasses.replace(run, result=run.folder / "run.json") for run in found]
+    planned_runs = runs(load_named(TABLE), SCALE, range(1, seeds + 1))
+    return [dataclasses.replace(run, result=run.folder / "run.json") for run in planned_runs]
 
 
 def show(finished: Sequence[TrainingRun]) -> None:
@@ -75,8 +75,8 @@ def show(finished: Sequence[TrainingRun]) -> None:
     print(f"\n{best.name} writes:\n{sample(best)}\n")
     rows = {name: [value] for name, value in counts.items()}
     for view in views:
-        own = {row: f"{view.names[row]}, {view.column.attention}" for row in view.rows}
-        rows |= {name: list(view.cells[row].values()) for row, name in own.items()}
+        named = {row: f"{view.names[row]}, {view.column.attention}" for row in view.rows}
+        rows |= {name: list(view.cells[row].values()) for row, name in named.items()}
     ranked = dict(sorted(rows.items(), key=lambda item: min(item[1])))
     panel = plots.Panel("Test perplexity per character", "lower is better", ranked)
     plots.dots(WORK / "test.png", [panel])
@@ -89,10 +89,10 @@ def counted(run: TrainingRun) -> dict[str, float]:
     length = int(settings.task.tokens_per_sample)
     wanted = ngrams.by_hand(run.data, read, length, (("test", BLOCKS),))
     [measured] = ngrams.measure([wanted])
-    found = measured["metrics"]["test"][BLOCKS]
-    orders = {f"{n}-grams": found[f"ppl-{n}"] for n in range(2, ngrams.ORDERS + 1)}
-    cache = f"{found['order']}-grams with a cache of {found['cache-window']} characters"
-    return {**orders, cache: found["cache-ppl"]}
+    metrics = measured["metrics"]["test"][BLOCKS]
+    orders = {f"{n}-grams": metrics[f"ppl-{n}"] for n in range(2, ngrams.ORDERS + 1)}
+    cache = f"{metrics['order']}-grams with a cache of {metrics['cache-window']} characters"
+    return {**orders, cache: metrics["cache-ppl"]}
 
 
 def sample(run: TrainingRun) -> str:

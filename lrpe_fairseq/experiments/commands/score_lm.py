@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
-    found = score(options.checkpoint, options.data, options.split, options.protocols)
-    write_json(options.out, found)
+    metrics = score(options.checkpoint, options.data, options.split, options.protocols)
+    write_json(options.out, metrics)
 
 
 def score(
@@ -53,11 +53,11 @@ def score(
     if any(Protocol.parse(name).kind == DOCUMENTS for name in names):
         known = document_starts(data / "documents" / f"{split}.tsv", lines.sizes)
         starts += known[1:].tolist()  # what precedes the first one belongs to it
-    found: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for scaling in dict.fromkeys(name.partition("+")[2] for name in names):
-        own = [name for name in names if name.partition("+")[2] == scaling]
-        overrides = {"data": str(home), **Protocol.parse(own[0]).overrides(length)}
+        same_scaling = [name for name in names if name.partition("+")[2] == scaling]
+        overrides = {"data": str(home), **Protocol.parse(same_scaling[0]).overrides(length)}
         (model,), _ = checkpoint_utils.load_model_ensemble([str(checkpoint)], overrides)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        found |= scoring.evaluate(model, text, dictionary.eos(), length, own, starts)
-    return {name: found[name] for name in names}
+        metrics |= scoring.evaluate(model, text, dictionary.eos(), length, same_scaling, starts)
+    return {name: metrics[name] for name in names}

@@ -65,8 +65,8 @@ def train(run: TrainingRun) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    given = sys.argv[1:] if arguments is None else arguments
-    script = SCRIPTS.get(given[0]) if given else None
+    words = sys.argv[1:] if arguments is None else arguments
+    script = SCRIPTS.get(words[0]) if words else None
     parser = argparse.ArgumentParser(
         prog=f"scripts/{script or 'train_classifier'}.sh",
         description="Train one row of a table on this machine; an interrupted training is resumed.",
@@ -80,7 +80,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--scale", help="default: paper, or the first one of the table")
     add("--seed", type=int, default=1)
     add("--dataset", metavar="DATA", help="data set of a table with several (default: the first)")
-    options = parser.parse_intermixed_args(given)
+    options = parser.parse_intermixed_args(words)
     if options.seed < 1:
         raise ValueError("--seed must be at least 1")
     return options
@@ -94,9 +94,11 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     usual = "paper" if "paper" in table.scales else next(iter(table.scales))
     options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
-    found = families.runs(wanted, options.scale, [options.seed])
-    found = families.with_data(found, table, options.scale, options.dataset and [options.dataset])
-    run = next(run for run in found if run.attention_type == options.attention)
+    planned = families.runs(wanted, options.scale, [options.seed])
+    planned = families.with_data(
+        planned, table, options.scale, options.dataset and [options.dataset]
+    )
+    run = next(run for run in planned if run.attention_type == options.attention)
     if not options.changes:
         return run
     changes = parse_overrides(tuple(options.changes))

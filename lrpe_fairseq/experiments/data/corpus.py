@@ -56,11 +56,11 @@ USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
 
 def parser(description: str, source: str = "") -> argparse.ArgumentParser:
     """Return a script's parser with ``--dest`` and, if ``source`` describes it, ``--from``."""
-    own = argparse.ArgumentParser(description=description.split("\n")[0])
-    own.add_argument("--dest", type=Path, required=True, help="output folder")
+    script_parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    script_parser.add_argument("--dest", type=Path, required=True, help="output folder")
     if source:
-        own.add_argument("--from", dest="from_dir", type=Path, help=source)
-    return own
+        script_parser.add_argument("--from", dest="from_dir", type=Path, help=source)
+    return script_parser
 
 
 def say(message: str) -> None:
@@ -202,9 +202,9 @@ def tar_members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Ma
     where = {"name": archive} if isinstance(archive, Path) else {"fileobj": archive}
     with tarfile.open(mode="r|*", **where) as tar:
         for member in tar:
-            found = wanted(member.name, pattern)
-            if found and member.isfile():
-                yield found, tar.extractfile(member)
+            match = wanted(member.name, pattern)
+            if match and member.isfile():
+                yield match, tar.extractfile(member)
 
 
 def wanted(name: str, pattern: str) -> re.Match[str] | None:
@@ -299,8 +299,14 @@ def binarize(
         words.finalize()
     words.save(str(target))
     for prefix, text in texts.items():
-        where = str(text), "mmap", VocabularyDatasetBinarizer(words), str(prefix)
-        FileBinarizer.multiprocess_dataset(*where, vocab_size=len(words), num_workers=workers)
+        FileBinarizer.multiprocess_dataset(
+            input_file=str(text),
+            dataset_impl="mmap",
+            binarizer=VocabularyDatasetBinarizer(words),
+            output_prefix=str(prefix),
+            vocab_size=len(words),
+            num_workers=workers,
+        )
 
 
 def write_indexed(rows: Iterable[Sequence[int]], prefix: Path, kind: type[np.integer]) -> None:
@@ -401,10 +407,11 @@ class Steps:
         self.done = {}
         with contextlib.suppress(ValueError):  # a damaged manifest counts as none
             self.old = read_json(self.path)
-        found = {key: self.old.get(key, value) for key, value in self.head.items()}
-        if found != self.head:
+        # Another corpus in the same folder would be trained on under the wrong name.
+        there = {key: self.old.get(key, value) for key, value in self.head.items()}
+        if there != self.head:
             raise UserError(
-                f"{dest} contains {found['corpus']} at {found['level']} level: "
+                f"{dest} contains {there['corpus']} at {there['level']} level: "
                 f"choose another --dest, or delete it."
             )
 

@@ -58,13 +58,13 @@ def read_accuracy(log: Path, data: Path, split: str) -> dict[str, float]:
     Raises: RunFailed unless every sample and answer of the manifest was counted. fairseq drops
         long samples silently if it is told to skip them.
     """
-    found = parse_validation(log, split)
-    counts = {name: int(found[name]) for name in ("samples", "answers")}
+    printed = parse_validation(log, split)
+    counts = {name: int(printed[name]) for name in ("samples", "answers")}
     known = manifest(data).get("splits", {}).get(split, counts)
     for name, number in counts.items():
         if number != known[name]:
             raise RunFailed(f"{number} of {known[name]} {name} of {split} were evaluated")
-    if not math.isfinite(found["exact_loss"]):
+    if not math.isfinite(printed["exact_loss"]):
         return {DIVERGED: 1, **counts}
-    accuracies = {name: found[name] for name in ("answer_accuracy", "token_accuracy")}
-    return {**accuracies, "loss": found["exact_loss"], **counts}
+    accuracies = {name: printed[name] for name in ("answer_accuracy", "token_accuracy")}
+    return {**accuracies, "loss": printed["exact_loss"], **counts}

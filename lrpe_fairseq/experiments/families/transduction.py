@@ -40,14 +40,14 @@ PROTOCOL = {
 
 def _scripts() -> dict[str, str]:
     """Return name of a data folder, such as ``tree-ops-depth-small`` -> script with arguments."""
-    found = {}
+    scripts = {}
     for scale in transduction.SCALES:
         for task in transduction.TASKS:
             for order in [""] if task in transduction.SEQUENCES else transduction.ORDERS:
                 name = f"{transduction.Recipe(task, scale, order).name}-{scale}"
                 script = f"data-prep/algebraic/prepare.py --task {task} --scale {scale}"
-                found[name] = f"{script} --order {order}" if order else script
-    return found
+                scripts[name] = f"{script} --order {order}" if order else script
+    return scripts
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def scored_tokens(folder: Path) -> str:
 
 def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str, float]:
     """Return the :data:`METRICS` of a protocol, or ``diverged``. Raises: RunFailed without one."""
-    found = parse_validation(log, split)
+    values = parse_validation(log, split)
     names = METRICS[protocol]
-    if missing := [name for name in names.values() if name not in found]:
+    if missing := [name for name in names.values() if name not in values]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
-    measured = {name: found[printed] for name, printed in names.items()}
+    measured = {name: values[printed] for name, printed in names.items()}
     finite = all(math.isfinite(value) for value in measured.values())
     return measured if finite else {DIVERGED: 1}

@@ -45,6 +45,6 @@ def _version(distribution: str) -> str:
 
 
 def _cpu_model() -> str:
-    told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    found = re.search(r"^model name\s*:(.*)", told, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    match = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

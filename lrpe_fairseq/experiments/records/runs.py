@@ -147,10 +147,10 @@ def _check_metrics(metrics: Run, protocols: Run) -> None:
             )
         if not _is(protocols.get(path[1]), str):
             raise ValueError(f"the run's field 'protocol' does not describe '{path[1]}'")
-    for split, own in metrics.items():
-        for protocol, found in own.items():
-            _check_perplexity(f"{split}.{protocol}.ppl", found.get("loss"), found.get("ppl"))
-        _check_tokens(split, own)
+    for split, by_protocol in metrics.items():
+        for protocol, numbers in by_protocol.items():
+            _check_perplexity(f"{split}.{protocol}.ppl", numbers.get("loss"), numbers.get("ppl"))
+        _check_tokens(split, by_protocol)
 
 
 def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None:
@@ -160,13 +160,13 @@ def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None
 
 def _check_tokens(split: str, protocols: Run) -> None:
     """Check that protocols count equal tokens: the whole split, the paired, or the repeated."""
-    counts = {name: found["tokens"] for name, found in protocols.items() if "tokens" in found}
+    counts = {name: numbers["tokens"] for name, numbers in protocols.items() if "tokens" in numbers}
     kinds: dict[str, set[int]] = {}
     for name, count in counts.items():
         kind = name.split("-")[0]
         part = PAIRED if kind == TRUNCATED else kind if kind in (PAIRED, REPEATED) else "all"
         kinds.setdefault(part, set()).add(count)
-    if any(len(found) > 1 for found in kinds.values()):
+    if any(len(different) > 1 for different in kinds.values()):
         raise ValueError(f"the run's metric {split} counts different tokens: {counts}")
 
 
@@ -200,10 +200,10 @@ def diverged(update: int, evaluations: Evaluations) -> Run:
     metrics: Run = {}
     for split, protocol in evaluations:
         metrics.setdefault(split, {})[protocol] = {DIVERGED: 1}
-    said = f"The training ended after update {update:,}: gradients were not finite."
+    sentence = f"The training ended after update {update:,}: gradients were not finite."
     return {
         "metrics": metrics,
-        "protocol": dict.fromkeys([protocol for _, protocol in evaluations], said),
+        "protocol": dict.fromkeys([protocol for _, protocol in evaluations], sentence),
         "diverged_at": update,
     }
 

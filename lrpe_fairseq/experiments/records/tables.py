@@ -150,9 +150,9 @@ class Table:
         parts = {"columns": columns, "rows": rows, "headline": headline}
         return dataclasses.replace(self, **parts)
 
-    def rates_at(self, scale: str, own: Sequence[float]) -> list[float]:
+    def rates_at(self, scale: str, of_column: Sequence[float]) -> list[float]:
         """Return the rates of a column, or those of the table; empty: the configuration's."""
-        return list(own) or self.rates.get(scale, [])
+        return list(of_column) or self.rates.get(scale, [])
 
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
@@ -273,6 +273,14 @@ def _check(table: Table) -> None:
 
 def _faults(table: Table) -> Iterator[str]:
     """Yield what would train or show other cells than the file seems to say."""
+    yield from _faults_of_names(table)
+    yield from _faults_of_attention(table)
+    yield from _faults_of_choices(table)
+    yield from _faults_of_configs(table)
+
+
+def _faults_of_names(table: Table) -> Iterator[str]:
+    """Yield names that occur twice, as files or as keys, and options without a usual value."""
     files = [file_name(row.label) for row in table.rows]
     for names in (files, [column.key for column in table.columns]):
         for twice in sorted({name for name in names if names.count(name) > 1}):
@@ -280,6 +288,10 @@ def _faults(table: Table) -> Iterator[str]:
     for part in [*table.rows, *table.columns]:
         if unknown := sorted(part.overrides.keys() - table.options.keys()):
             yield f"the override {', '.join(unknown)} has no usual value in options"
+
+
+def _faults_of_attention(table: Table) -> Iterator[str]:
+    """Yield attention types that do not exist, and rows with two where a column takes any."""
     of_rows = itertools.chain(*(row.attention for row in table.rows))
     of_columns = {column.attention for column in table.columns}
     for value in [*itertools.chain(*map(patterns.values, of_rows)), *(of_columns - {ANY})]:
@@ -288,13 +300,21 @@ def _faults(table: Table) -> Iterator[str]:
     for row in table.rows:
         if ANY in of_columns and len(row.attention) != 1:
             yield f"row {row.label} needs one attention type, for the columns with attention {ANY}"
+
+
+def _faults_of_choices(table: Table) -> Iterator[str]:
+    """Yield directions and scales that do not exist."""
     for value in [table.better, *(column.better for column in table.columns)]:
         if value not in BETTER:
             yield f"better must be {' or '.join(BETTER)}, not {value!r}"
     for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
         if scale not in table.scales:
             yield f"there is no scale {scale}; there are {', '.join(table.scales)}"
-    configs: dict[Any, str] = {}
+
+
+def _faults_of_configs(table: Table) -> Iterator[str]:
+    """Yield columns with the runs of another column, but another configuration."""
+    configs: dict[str, str] = {}
     for column in (column for column in table.columns if not column.mean_of):
         cell = str((column.scales, column.attention, column.dataset, column.overrides))
         if configs.setdefault(cell, column.config) != column.config:

@@ -55,14 +55,14 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     folder = "results/figures/"
     if not _is_measured(results):
         return {}
-    found = {}
+    drawn = {}
     if any(map(wanted, results.sheets_of(CATALOGUE))):
-        found[f"{folder}choosing-speed.png"] = partial(draw_speed, results=results)
+        drawn[f"{folder}choosing-speed.png"] = partial(draw_speed, results=results)
     for table in LENGTHS:
         if any(map(wanted, results.sheets_of(table))):
             draw = partial(draw_lengths, results=results, table=table)
-            found[f"{folder}{table}-lengths.png"] = draw
-    return found
+            drawn[f"{folder}{table}-lengths.png"] = draw
+    return drawn
 
 
 def _is_measured(results: Results) -> bool:
@@ -128,18 +128,21 @@ def expect(supported: bool) -> str:
 def statements(results: Results) -> list[dict[str, str]]:
     """Return every statement of results/paper/statements.yaml with our verdict."""
     path = results.root / "results" / "paper" / "statements.yaml"
-    return [_stated(results, given) for given in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    return [
+        _stated(results, statement)
+        for statement in yaml.safe_load(path.read_text(encoding="utf-8"))
+    ]
 
 
-def _stated(results: Results, given: Mapping[str, Any]) -> dict[str, str]:
-    view = results.column(given["table"], given["column"], given["scale"])
-    rows = [given["first"], *given["others"]]
+def _stated(results: Results, statement: Mapping[str, Any]) -> dict[str, str]:
+    view = results.column(statement["table"], statement["column"], statement["scale"])
+    rows = [statement["first"], *statement["others"]]
     printed = [f"{view.paper[row]:.2f}" for row in rows if row in view.paper]
     return {
-        **given,
+        **statement,
         "paper": ", ".join(printed) if len(printed) == len(rows) else "",
         "ours": ", ".join(view.short(row) if row in view.rows else "not run" for row in rows),
-        "verdict": verdict(view, given["first"], given["others"]),
+        "verdict": verdict(view, statement["first"], statement["others"]),
     }
 
 
@@ -167,9 +170,9 @@ def index(results: Results) -> str:
     known = {name for names in GROUPS.values() for name in names}
     others = [t.name for t in results.tables.values() if t.name not in known and not t.page]
     groups = {
-        title: [(table, _first(results, table)) for table in own]
+        title: [(table, _first(results, table)) for table in listed]
         for title, names in {**GROUPS, "Others": others}.items()
-        if (own := [results.tables[name] for name in names if results.sheets_of(name)])
+        if (listed := [results.tables[name] for name in names if results.sheets_of(name)])
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
     path = results.root / "results" / "false-orders.json"
@@ -224,7 +227,7 @@ def draw_lengths(path: Path, results: Results, table: str) -> None:
     for attention, rows in CURVES.items():
         views = [(n, results.column(table, f"{attention}-paired-{n}")) for n in lengths]
         names = views[0][1].names
-        curves = {names[row]: found for row in rows if (found := _curve(views, row))}
+        curves = {names[row]: curve for row in rows if (curve := _curve(views, row))}
         curves |= _of_ngrams(views)
         y = "test perplexity, lower is better"
         panels.append(plots.Panel(f"{attention} attention", "context, tokens", curves, y))
@@ -245,7 +248,7 @@ def _of_ngrams(views: list[tuple[int, ColumnView]]) -> dict[str, list[plots.Poin
     known = [(tokens, view.yardstick) for tokens, view in views if view.yardstick]
     names = {"ppl": plots.NGRAMS, "cache-ppl": plots.CACHED}
     return {
-        name: [plots.point(tokens, [found[metric]]) for tokens, found in known]
+        name: [plots.point(tokens, [yardstick[metric]]) for tokens, yardstick in known]
         for metric, name in names.items()
         if known
     }

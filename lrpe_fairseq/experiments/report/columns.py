@@ -115,19 +115,20 @@ class ColumnView:
         """
         if row == other or self.kind == "plain":
             return ""
-        found = self.verdict(row, other)
-        shown = found.name == orders.UNRESOLVED and found.known and found.visible < WIDE
-        return SIGNS[found.name] + (f" {size(found.visible, self.kind)}" if shown else "")
+        verdict = self.verdict(row, other)
+        shown = verdict.name == orders.UNRESOLVED and verdict.known and verdict.visible < WIDE
+        return SIGNS[verdict.name] + (f" {size(verdict.visible, self.kind)}" if shown else "")
 
     def versus(self, row: str, other: str) -> str:
         """Return the verdict and the difference, such as "better, -3.5 % [-7.6, -0.2]"."""
         if row not in self.rows or other not in self.rows:
             return "not measured"
-        found = self.verdict(row, other)
-        if found.known:
-            return f"{found.name}, {self.difference(row, other)}"
+        verdict = self.verdict(row, other)
+        if verdict.known:
+            return f"{verdict.name}, {self.difference(row, other)}"
         both = f"{self.short(row)} against {self.short(other)}"
-        return f"{both}, one seed" if found.name == orders.UNRESOLVED else f"{both}, {found.name}"
+        # Without an interval a pair is unresolved for one seed, and unstable if one was lost.
+        return f"{both}, {'one seed' if verdict.name == orders.UNRESOLVED else verdict.name}"
 
     def difference(self, row: str, other: str) -> str:
         """Return the difference of two rows with its interval, such as "-3.5 % [-7.6, 0.9]"."""
@@ -185,11 +186,11 @@ class ColumnView:
 
     def against(self, row: str) -> dict[str, list[str]]:
         """Return verdict -> the other rows that have it against ``row``, the best mean first."""
-        found: dict[str, list[str]] = {name: [] for name in orders.VERDICTS}
+        rows_of: dict[str, list[str]] = {name: [] for name in orders.VERDICTS}
         for other in self.ranked():
             if other != row:
-                found[self.mark(other, row)].append(other)
-        return found
+                rows_of[self.mark(other, row)].append(other)
+        return rows_of
 
     @property
     def beats_ngrams(self) -> bool | None:
@@ -211,18 +212,20 @@ def size(value: float, kind: str) -> str:
     return f"{value:.0f}" if abs(value) >= 9.95 else f"{value + 0.0:.1f}"
 
 
-def difference(found: orders.Verdict, kind: str) -> str:
+def difference(verdict: orders.Verdict, kind: str) -> str:
     """Return a difference with its interval and unit; "–" without an interval.
 
     >>> difference(orders.Verdict("better", -3.51, -7.6, -0.2, "%"), "perplexity")
     '-3.5 % [-7.6, -0.2]'
     """
-    if not found.known:
+    if not verdict.known:
         return "–"
-    own, low, high = (_signed(value, kind) for value in (found.size, found.low, found.high))
-    if found.high >= HUGE:
+    middle = _signed(verdict.size, kind)
+    low = _signed(verdict.low, kind)
+    high = _signed(verdict.high, kind)
+    if verdict.high >= HUGE:
         high = f"over +{HUGE:.0f}"
-    return f"{own}{' ' * bool(found.unit)}{found.unit} [{low}, {high}]"
+    return f"{middle}{' ' * bool(verdict.unit)}{verdict.unit} [{low}, {high}]"
 
 
 def _signed(value: float, kind: str) -> str:

@@ -52,9 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     parts = options.parts or list(PARTS)
     if not options.check:
         return write(options.root, parts, lambda: pictures(options.root, parts))
-    if found := stale(options.root, parts):
-        print(f"docs: stale: {', '.join(found)}; run 'make docs'", file=sys.stderr)
-    return 1 if found else 0
+    if names := stale(options.root, parts):
+        print(f"docs: stale: {', '.join(names)}; run 'make docs'", file=sys.stderr)
+    return 1 if names else 0
 
 
 def render(root: Path, parts: Iterable[str]) -> dict[str, str]:
@@ -102,12 +102,12 @@ def stale(root: Path, parts: Iterable[str]) -> list[str]:
     """Return stale pages and missing pictures; for all parts, also files that no part makes."""
     texts = render(root, parts)
     drawings = pictures(root, parts)
-    found = [path for path, text in texts.items() if _read(root / path) != text]
-    found += [f"{path} (missing)" for path in drawings if not (root / path).exists()]
+    names = [path for path, text in texts.items() if _read(root / path) != text]
+    names += [f"{path} (missing)" for path in drawings if not (root / path).exists()]
     if set(parts) < set(PARTS):
-        return found
+        return names
     there = [p.relative_to(root).as_posix() for g in GENERATED for p in sorted(root.glob(g))]
-    return found + [
+    return names + [
         f"{p} (not generated: delete it)" for p in there if p not in {*texts, *drawings}
     ]
 

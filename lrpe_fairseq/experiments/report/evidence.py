@@ -248,12 +248,12 @@ RUNGS = 3
 
 def ladder(results: Results) -> list[tuple[str, str]]:
     """Return title and table of every ladder with a row that has enough budgets."""
-    found = []
+    ladders = []
     for title, columns in LADDERS:
         rows = [row for kind in ("linear", "softmax") for row in _climbs(results, kind, columns)]
         if rows:
-            found.append((title, _ladder_table(rows)))
-    return found
+            ladders.append((title, _ladder_table(rows)))
+    return ladders
 
 
 def _ladder_table(rows: Sequence[tuple[str, str, list[Rung]]]) -> str:
@@ -278,9 +278,9 @@ def _climbs(
         view = column_of(results, place, attention, key.partition("{attention}-")[2])
         for name, rung in _rungs(results, view, size) if view else ():
             rungs.setdefault(name, []).append(rung)
-    for name, own in rungs.items():
-        if len(own) >= RUNGS:
-            yield attention, name, own
+    for name, climbed in rungs.items():
+        if len(climbed) >= RUNGS:
+            yield attention, name, climbed
 
 
 def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str, Rung]]:
@@ -290,14 +290,16 @@ def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str,
         base = by_name.get(_rope_of(name))
         if base is None or base == row:
             continue
-        found = view.verdict(row, base)
+        verdict = view.verdict(row, base)
         gap = math.log(view.mean(row) / view.mean(base))
         half = view.measurement.interval(view.identity(row), view.identity(base)).half
         run = results.runs[next(iter(view.runs[row].values()))]
         tokens = (
             run["config"]["optimization.max_update"] * sizes(run["config"], "dataset.max_tokens")[0]
         )
-        text = difference(found, view.kind) if found.known else f"{100 * math.expm1(gap):+.1f} %"
+        text = f"{100 * math.expm1(gap):+.1f} %"
+        if verdict.known:
+            text = difference(verdict, view.kind)
         yield name, Rung(int(tokens), size, gap, half, text)
 
 
@@ -310,8 +312,8 @@ def _rope_of(name: str) -> str:
     >>> _rope_of("lrpe-type2, layernorm"), _rope_of("fox, fox-bias 3.0")
     ('rope, layernorm', 'rope')
     """
-    own = [word for word in name.split(", ")[1:] if word in NORMALIZERS]
-    return ", ".join(["rope", *own])
+    normalizer = [word for word in name.split(", ")[1:] if word in NORMALIZERS]
+    return ", ".join(["rope", *normalizer])
 
 
 def may_turn(rungs: Sequence[Rung]) -> str:
@@ -358,7 +360,9 @@ def _agreement_of(view: ColumnView | None) -> tuple[str, str]:
     rows = [row for row in view.ranked() if row in view.paper] if view else []
     if view is None or not rows:
         return "0", "not trained"
-    found = orders.correlation([view.mean(row) for row in rows], [view.paper[row] for row in rows])
-    if found is None:
+    ours = [view.mean(row) for row in rows]
+    correlation = orders.correlation(ours, [view.paper[row] for row in rows])
+    if correlation is None:
         return str(len(rows)), "fewer than ten rows"
-    return str(len(rows)), f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+    interval = f"[{correlation.low:.2f}, {correlation.high:.2f}]"
+    return str(len(rows)), f"{correlation.value:.2f} {interval}"

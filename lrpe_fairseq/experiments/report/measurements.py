@@ -105,8 +105,8 @@ def gathered(
     frozen = priors.load(root) if frozen is None else frozen
     named = _contrasts(root, columns)
     return {
-        key: _measurement(key, own, frozen.get(key.text()), named.get(key, ()))
-        for key, own in columns.items()
+        key: _measurement(key, members, frozen.get(key.text()), named.get(key, ()))
+        for key, members in columns.items()
     }
 
 
@@ -156,9 +156,9 @@ def contrasts(root: Path) -> list[Contrast]:
     path = root / CONTRASTS
     listed = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
     return [
-        Contrast(table=own["table"], scale=own["scale"], **pair)
-        for own in listed
-        for pair in own["pairs"]
+        Contrast(table=of_column["table"], scale=of_column["scale"], **pair)
+        for of_column in listed
+        for pair in of_column["pairs"]
     ]
 
 
@@ -169,12 +169,12 @@ def _contrasts(
     wanted: dict[tuple[str, str, str], list[Contrast]] = {}
     for one in contrasts(root):
         wanted.setdefault((one.table, one.scale, one.column), []).append(one)
-    found: dict[Key, list[tuple[str, str]]] = {}
+    pairs: dict[Key, list[tuple[str, str]]] = {}
     for key, views in columns.items():
         for view in views:
             place = view.table.name, view.scale, view.column.key
             for one in wanted.get(place, ()):
                 if {one.a, one.b} <= set(view.rows):
                     pair = view.identity(one.a), view.identity(one.b)
-                    found.setdefault(key, []).append(pair)
-    return found
+                    pairs.setdefault(key, []).append(pair)
+    return pairs

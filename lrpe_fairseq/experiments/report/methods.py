@@ -22,11 +22,24 @@ def public_name(encoding: str) -> str:
     >>> public_name("lrpe:identity:rotation"), public_name("lrpe-tmlr-type2")
     ('rope', 'lrpe-type2')
     """
-    canonical = canonical_name(encoding)
-    prefix, _, rest = canonical.partition(":")
-    if rest and prefix in WRAPPERS:
-        return f"{prefix}:{public_name(rest)}"
-    return next((name for name in ENCODINGS if canonical_name(name) == canonical), canonical)
+    wrappers, inner = unwrapped(canonical_name(encoding))
+    public = next((name for name in ENCODINGS if canonical_name(name) == inner), inner)
+    return ":".join([*wrappers, public])
+
+
+def unwrapped(encoding: str) -> tuple[list[str], str]:
+    """Return the wrappers of an encoding, the outer one first, and what they wrap.
+
+    >>> unwrapped("gated:path:lrpe-type2"), unwrapped("lrpe:identity:rotation")
+    ((['gated', 'path'], 'lrpe-type2'), ([], 'lrpe:identity:rotation'))
+    """
+    wrappers = []
+    prefix, _, rest = encoding.partition(":")
+    while rest and prefix in WRAPPERS:
+        wrappers.append(prefix)
+        encoding = rest
+        prefix, _, rest = encoding.partition(":")
+    return wrappers, encoding
 
 
 def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
@@ -53,9 +66,9 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
 
 def names(table: Table) -> dict[str, str]:
     """Return the method of every row of a table, and its attention if that is its own."""
-    own = any(column.attention == ANY for column in table.columns)
+    has_attention = any(column.attention == ANY for column in table.columns)
     return {
         row.label: method(row.encoding, {**table.options, **row.overrides}, table.options)
-        + (f" ({row.attention[0]})" if own else "")
+        + (f" ({row.attention[0]})" if has_attention else "")
         for row in table.rows
     }

@@ -191,7 +191,9 @@ class Measurement:
         self.kind = kind
         self.better = better
         self.sampling = sampling
-        self._means = {row: float(np.mean(list(own.values()))) for row, own in self.cells.items()}
+        self._means = {
+            row: float(np.mean(list(of_seeds.values()))) for row, of_seeds in self.cells.items()
+        }
         self._primary = {frozenset(pair) for pair in primary}
         self._frozen = prior
         self._known: dict[tuple[str, str], Verdict] = {}
@@ -227,12 +229,12 @@ class Measurement:
 
         :data:`NOTHING` without a common seed, or for one seed without a prior.
         """
-        own, other = self.cells.get(a, {}), self.cells.get(b, {})
-        seeds = sorted(own.keys() & other.keys())
+        first, second = self.cells.get(a, {}), self.cells.get(b, {})
+        seeds = sorted(first.keys() & second.keys())
         strength = self.prior.strength
         if not seeds or strength + len(seeds) < 2:
             return NOTHING
-        gaps = np.array([own[seed] - other[seed] for seed in seeds])
+        gaps = np.array([first[seed] - second[seed] for seed in seeds])
         count = len(gaps)
         freedom = strength + len(gaps) - 1
         squares = max(float(((gaps - gaps.mean()) ** 2).sum()), LEAST**2 * (count - 1))
@@ -302,13 +304,16 @@ def fitted_prior(cells: Cells, level: Mapping[str, float], best: float, kind: st
         rest = logs - log_shape(slope, levels[first], levels[second])
         for strength in STRENGTHS:
             scales = np.median(rest) + SCALES
-            found = _likelihoods(rest, scales, freedom, strength) * 2 / len(rows)  # pairs share
+            # n rows have n (n - 1) / 2 pairs, but only n - 1 independent ones.
+            likelihoods = _likelihoods(rest, scales, freedom, strength) * 2 / len(rows)
             tried = ((strength, slope, float(scale)) for scale in scales)
-            likelihood |= dict(zip(tried, map(float, found), strict=True))
+            likelihood |= dict(zip(tried, map(float, likelihoods), strict=True))
     enough = max(likelihood.values()) - WITHIN
-    weakest = min(own[0] for own, value in likelihood.items() if value >= enough)
+    weakest = min(parameters[0] for parameters, value in likelihood.items() if value >= enough)
     best_fit: Callable = likelihood.__getitem__
-    return Prior(*max((own for own in likelihood if own[0] == weakest), key=best_fit), best)
+    candidates = [parameters for parameters in likelihood if parameters[0] == weakest]
+    strength, slope, scale = max(candidates, key=best_fit)
+    return Prior(strength=strength, slope=slope, scale=scale, best=best)
 
 
 def _variances(
@@ -337,9 +342,9 @@ def _likelihoods(
 ) -> np.ndarray:
     """Return the log likelihood of log variances for every scale: log F with a shift."""
     ratio = np.exp(np.minimum(logs - scales[:, None], 50)) * freedom / strength
-    found = special.gammaln((freedom + strength) / 2) - special.gammaln(strength / 2)
-    found = found + freedom / 2 * np.log(ratio) - (freedom + strength) / 2 * np.log1p(ratio)
-    return found.sum(1)
+    logs_of_f = special.gammaln((freedom + strength) / 2) - special.gammaln(strength / 2)
+    logs_of_f = logs_of_f + freedom / 2 * np.log(ratio) - (freedom + strength) / 2 * np.log1p(ratio)
+    return logs_of_f.sum(1)
 
 
 # --- rank correlations ---------------------------------------------------------------------------
@@ -368,12 +373,12 @@ def correlation(ours: Sequence[float], theirs: Sequence[float]) -> Correlation |
     if len(ours) < FEWEST_RANKED or (np.ptp(pairs, axis=1) == 0).any():
         return None
     draw = np.random.default_rng(0)
-    found = []
-    while len(found) < DRAWS:
-        own = pairs[:, draw.integers(0, len(ours), len(ours))]
-        if (np.ptp(own, axis=1) > 0).all():
-            found.append(spearman(*own))
-    low, high = np.quantile(found, [0.025, 0.975])
+    drawn = []
+    while len(drawn) < DRAWS:
+        sample = pairs[:, draw.integers(0, len(ours), len(ours))]
+        if (np.ptp(sample, axis=1) > 0).all():
+            drawn.append(spearman(*sample))
+    low, high = np.quantile(drawn, [0.025, 0.975])
     return Correlation(spearman(*pairs), float(low), float(high), len(ours))
 
 

@@ -38,26 +38,26 @@ VERDICT = ["verdict", "difference", "low", "high"]
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of every page and CSV file of the tables with runs."""
     results = results_of(root)
-    found = {}
+    texts = {}
     by_page: dict[str, list[Table]] = {}
     for table in (t for t in results.tables.values() if results.sheets_of(t.name)):
         selection.require(results, table)
         by_page.setdefault(table.page or table.name, []).append(table)
-        found[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
+        texts[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
     for name, tables in by_page.items():
-        own = [
+        views = [
             view for t in tables for s in results.sheets_of(t.name) for view in results.headlines(s)
         ]
         main = results.tables.get(name)
-        found[f"{FOLDER}/{name}.md"] = markdown.rendered(
+        texts[f"{FOLDER}/{name}.md"] = markdown.rendered(
             "table.md.j2",
             title=main.title if main else name.capitalize(),
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
             signs=any(table.compare == "rows" for table in tables),
-            ngrams=any(view.yardstick for view in own),
+            ngrams=any(view.yardstick for view in views),
         )
-    return found
+    return texts
 
 
 def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
@@ -137,12 +137,16 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     """Count the verdicts against the baseline; say what the unresolved ones could have shown."""
     if base not in view.ranked() or len(view.ranked()) < 2:
         return ""
-    found = view.against(base)
-    counts = [f"{len(rows)} {name}" for name, rows in found.items() if rows]
-    unresolved = (view.verdict(row, base) for row in found[orders.UNRESOLVED])
-    visible = [own.visible for own in unresolved if own.known and own.visible < columns.WIDE]
+    verdicts = view.against(base)
+    counts = [f"{len(rows)} {name}" for name, rows in verdicts.items() if rows]
+    unresolved = (view.verdict(row, base) for row in verdicts[orders.UNRESOLVED])
+    visible = [
+        verdict.visible
+        for verdict in unresolved
+        if verdict.known and verdict.visible < columns.WIDE
+    ]
     text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
-    which = "one" if len(found[orders.UNRESOLVED]) == 1 else "ones"
+    which = "one" if len(verdicts[orders.UNRESOLVED]) == 1 else "ones"
     return text + (f" {_unresolved(visible, view, which)}" if visible else "")
 
 
@@ -164,12 +168,12 @@ def rank_correlation(view: ColumnView) -> str:
     if not view.column.comparable:
         return ""
     rows = [row for row in view.ranked() if row in view.paper]
-    found = orders.correlation([view.mean(r) for r in rows], [view.paper[r] for r in rows])
-    if found is None:
+    correlation = orders.correlation([view.mean(r) for r in rows], [view.paper[r] for r in rows])
+    if correlation is None:
         return ""
     return (
-        f" Rank correlation with the paper: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}] "
-        f"over {found.rows} rows."
+        f" Rank correlation with the paper: {correlation.value:.2f} "
+        f"[{correlation.low:.2f}, {correlation.high:.2f}] over {correlation.rows} rows."
     )
 
 
@@ -187,14 +191,13 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
             key = view.yardstick["ppl"], _models(view) in learned
             groups.setdefault(key, []).append(view)
     lines = []
-    for (value, fails), own in groups.items():
-        where = "" if len(own) == len(known) else f" in {_columns(own, known)}"
-        orders_ = "its order is one" if len(own) == 1 else "the orders are orders"
-        lines.append(
-            f"**N-grams.** No row{where} is better than {own[0].yardstick['order']}-grams of as "
-            f"many training tokens ({value:.2f})"
-            + ("." if fails else f": {orders_} of learning n-grams.")
-        )
+    for (value, fails), members in groups.items():
+        where = "" if len(members) == len(known) else f" in {_columns(members, known)}"
+        order = members[0].yardstick["order"]
+        ngrams = f"{order}-grams of as many training tokens ({value:.2f})"
+        what_orders_are = "its order is one" if len(members) == 1 else "the orders are orders"
+        rest = "." if fails else f": {what_orders_are} of learning n-grams."
+        lines.append(f"**N-grams.** No row{where} is better than {ngrams}{rest}")
     return lines
 
 
@@ -217,8 +220,8 @@ def _changes(views: Iterable[ColumnView]) -> list[str]:
     for first, *others in groups.values():
         if len(first.rows) == 1:  # the table says it
             continue
-        found = [text for view in others if (text := _change(first, view))]
-        lines += [f"{_place(first, 'relative to ')}: {'; '.join(found)}."] if found else []
+        changes = [text for view in others if (text := _change(first, view))]
+        lines += [f"{_place(first, 'relative to ')}: {'; '.join(changes)}."] if changes else []
     return lines
 
 
@@ -295,9 +298,9 @@ def _theirs(view: ColumnView, row: str) -> str:
 
 def csv_of(results: Results, table: Table) -> str:
     """Return every number of a table: one line per scale, data set, row and column."""
-    own = results.values[results.values.table == table.name].groupby(CELL, sort=False)
-    value = own["value"]
-    paper = own["paper"].first()
+    cells = results.values[results.values.table == table.name].groupby(CELL, sort=False)
+    value = cells["value"]
+    paper = cells["paper"].first()
     lines = {"mean": value.mean(), "deviation": value.std(), "seeds": value.size(), "paper": paper}
     every = pd.DataFrame(lines).reset_index()
     every = every.join(_verdicts(results, table, every))
@@ -318,9 +321,11 @@ def _verdicts(results: Results, table: Table, cells: pd.DataFrame) -> pd.DataFra
         if cell.row == base or base not in view.rows or view.kind == "plain":
             lines.append(("", None, None, None))
             continue
-        found = view.verdict(cell.row, base)
-        interval = (found.size, found.low, found.high) if found.known else (None, None, None)
-        lines.append((found.name, *interval))
+        verdict = view.verdict(cell.row, base)
+        if verdict.known:
+            lines.append((verdict.name, verdict.size, verdict.low, verdict.high))
+        else:
+            lines.append((verdict.name, None, None, None))
     return pd.DataFrame(lines, columns=VERDICT)
 
 

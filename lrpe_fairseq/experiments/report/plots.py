@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.report.columns import ColumnView
-from lrpe_fairseq.experiments.report.methods import public_name
+from lrpe_fairseq.experiments.report.methods import public_name, unwrapped
 
 LOOKS = {
     "o": "none rope lrpe-type2 permuteformer alibi fox stick-breaking t5 kerple-log lrpe-type4",
@@ -103,16 +103,21 @@ def styles(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     places = dict(PLACES)
     for name in sorted(set(encodings.values()) - PLACES.keys()):
         first = zlib.crc32(name.encode()) % len(SPARE)
-        free = (own for own in (*SPARE[first:], *SPARE[:first]) if own not in places.values())
+        # The same place in every picture, unless another method of this one has it.
+        in_turn = (*SPARE[first:], *SPARE[:first])
+        free = (place for place in in_turn if place not in places.values())
         places[name] = next(free, SPARE[first])
-    own = {method: _style(method, *places[name]) for method, name in encodings.items()}
-    return {method: own.get(method) or dict(GREY[method]) for method in shown}
+    of_encodings = {}
+    for method, name in encodings.items():
+        color, marker = places[name]
+        of_encodings[method] = _style(method, color, marker)
+    return {method: of_encodings.get(method) or dict(GREY[method]) for method in shown}
 
 
 def _base(method: str) -> str:
-    """Return the name of a method's encoding, without its gates and path."""
-    encoding = _parts(method)[0].removeprefix("gated:").removeprefix("path:")
-    return public_name(encoding.removeprefix("selective:"))
+    """Return the name of a method's encoding, without its wrappers."""
+    _, inner = unwrapped(_parts(method)[0])
+    return public_name(inner)
 
 
 def _parts(method: str) -> list[str]:
@@ -122,11 +127,16 @@ def _parts(method: str) -> list[str]:
 
 def _style(method: str, color: str, marker: str) -> dict[str, Any]:
     encoding, *variant = _parts(method)
-    dash = next((DASHES[word] for word in variant if word in DASHES), "-")
-    hollow = {"markerfacecolor": "white"} if encoding.startswith("gated:") else {}
-    hollow |= {"fillstyle": "left"} if "path:" in encoding else {}
-    hollow |= {"fillstyle": "bottom"} if "selective:" in encoding else {}
-    return {"color": color, "marker": marker, "linestyle": dash, **hollow}
+    style: dict[str, Any] = {"color": color, "marker": marker}
+    style["linestyle"] = next((DASHES[word] for word in variant if word in DASHES), "-")
+    wrappers, _ = unwrapped(encoding)
+    if "gated" in wrappers:
+        style["markerfacecolor"] = "white"
+    if "path" in wrappers:
+        style["fillstyle"] = "left"
+    if "selective" in wrappers:
+        style["fillstyle"] = "bottom"
+    return style
 
 
 def _styles_of(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
@@ -157,8 +167,9 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
     shown = _styles_of(panels)
     for axes, panel, names in zip(every, panels, labels, strict=True):
         points = [point(0, values) for values in panel.rows.values()]
-        for place, (method, found) in enumerate(zip(panel.rows, points, strict=True)):
-            _, mean, low, high = found
+        for place, (method, (_, mean, low, high)) in enumerate(
+            zip(panel.rows, points, strict=True)
+        ):
             spread = [[mean - low], [high - mean]]
             axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **shown[method])
         axes.set_yticks(range(len(points)), names, fontsize=8)
@@ -238,10 +249,10 @@ def _logarithmic(axes: Any, which: str, values: Sequence[float]) -> None:
 
     ratio = max(values) / min(values)
     axes.set(**{f"{which}scale": "log"})
-    own = getattr(axes, f"{which}axis")
-    own.set_major_locator(LogLocator(subs=next(t for most, t in TICKS.items() if ratio < most)))
-    own.set_minor_locator(NullLocator())
-    own.set_major_formatter("{x:g}")
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=next(t for most, t in TICKS.items() if ratio < most)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def _mark(axes: Any, marks: Mapping[str, float], which: str) -> None:

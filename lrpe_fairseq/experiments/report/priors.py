@@ -49,8 +49,8 @@ def freeze(root: Path, release: str, *, replace: bool = False) -> Path:
         )
     path.unlink(missing_ok=True)
     every = measurements.gathered(root, Results(root).views(), frozen={})
-    found = {key.text(): list(one.prior) for key, one in every.items() if one.prior.strength}
-    write_json(path, {"release": release, "priors": dict(sorted(found.items()))})
+    frozen = {key.text(): list(one.prior) for key, one in every.items() if one.prior.strength}
+    write_json(path, {"release": release, "priors": dict(sorted(frozen.items()))})
     return path
 
 

@@ -21,20 +21,20 @@ def find_cell(path: Path, selectors: Mapping[str, str]) -> dict[str, str]:
 
     Raises: ValueError if not exactly one cell matches.
     """
-    found = [cell for cell in read_paper(path) if selectors.items() <= cell.items()]
-    if len(found) != 1:
-        raise ValueError(f"{path.name} has {len(found)} cells with {selectors} instead of one")
-    return found[0]
+    cells = [cell for cell in read_paper(path) if selectors.items() <= cell.items()]
+    if len(cells) != 1:
+        raise ValueError(f"{path.name} has {len(cells)} cells with {selectors} instead of one")
+    return cells[0]
 
 
 def published(root: Path, table: Table, row: Row, columns: list[Column]) -> float | None:
     """Return the mean of the published numbers of a row in ``columns``; None if one is missing."""
-    found = []
+    values = []
     for column in columns:
         method = row.method.get(column.key, "") if isinstance(row.method, dict) else row.method
         if not column.paper or not method or not row.has(column):
             return None
         selectors = {**column.paper, **row.paper, "method": method}
         path = root / "results" / "paper" / selectors.pop("file")
-        found.append(find_cell(path, selectors)["value"])
-    return math.fsum(map(float, found)) / len(found) if all(found) else None
+        values.append(find_cell(path, selectors)["value"])
+    return math.fsum(map(float, values)) / len(values) if all(values) else None

@@ -65,13 +65,13 @@ class Results:
 
         A comparison of columns needs runs of more than the shared column.
         """
-        own = [sheet for sheet in self.sheets if sheet.table.name == table]
-        return [sheet for sheet in own if sheet.table.compare == "rows" or self._compares(sheet)]
+        of_table = [sheet for sheet in self.sheets if sheet.table.name == table]
+        return [s for s in of_table if s.table.compare == "rows" or self._compares(s)]
 
     def _compares(self, sheet: Sheet) -> bool:
         every = {sheet.table.column(key).title for key in sheet.table.headline}
-        found = {view.column.title for view in self.headlines(sheet)}
-        return len(found) > 1 or found == every
+        titles = {view.column.title for view in self.headlines(sheet)}
+        return len(titles) > 1 or titles == every
 
     def column(self, table: str, key: str, scale: str = "") -> ColumnView:
         """Return a column of a table's first group at ``scale``. Raises: KeyError without any."""
@@ -89,7 +89,7 @@ class Results:
 
     def _view(self, sheet: Sheet, column: Column) -> ColumnView:
         table = sheet.table
-        found = {row.label: sheet.scores(row, column) for row in table.rows}
+        scores_of = {row.label: sheet.scores(row, column) for row in table.rows}
         parts = [table.column(key) for key in column.mean_of] or [column]
         kind = kind_of({part.metric for part in parts})
         printed = {row.label: published(self.root, table, row, parts) for row in table.rows}
@@ -98,14 +98,14 @@ class Results:
             scale=sheet.scale,
             dataset=sheet.dataset,
             column=column,
-            cells={label: dict(scores) for label, scores in found.items()},
+            cells={label: dict(scores) for label, scores in scores_of.items()},
             examples=_examples(sheet, parts),
             kind=kind,
             whole=COUNTS[parts[0].metric][1] if kind == "fraction" else 1.0,
             paper={label: value for label, value in printed.items() if value is not None},
             names=names(table),
-            broken=frozenset(label for label, scores in found.items() if scores.lost),
-            runs={label: scores.names for label, scores in found.items()},
+            broken=frozenset(label for label, scores in scores_of.items() if scores.lost),
+            runs={label: scores.names for label, scores in scores_of.items()},
             home=self.measurements,
             yardstick=self.yardsticks.of(sheet, column),
         )

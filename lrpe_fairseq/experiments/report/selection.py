@@ -29,7 +29,7 @@ def require(results: Results, table: Table) -> None:
 
 def _require_row(results: Results, table: Table, row: Row, attention: str) -> None:
     tried = candidates(results, table, row, attention)
-    own = chosen(table, {**table.options, **row.overrides})
+    of_row = chosen(table, {**table.options, **row.overrides})
     where = f"row {row.label} of table {table.name} ({attention} attention)"
     if not tried or None in tried.values():
         raise ValueError(
@@ -38,11 +38,11 @@ def _require_row(results: Results, table: Table, row: Row, attention: str) -> No
         )
     pick = min if results.tables[table.selected_by].better == "lower" else max
     best = pick(tried, key=tried.__getitem__)
-    for name, ours, found in zip(table.selects, own, best, strict=True):
-        if ours != found:
+    for name, ours, selected in zip(table.selects, of_row, best, strict=True):
+        if ours != selected:
             raise ValueError(
-                f"{where} has {name} {ours}, but {table.selected_by} finds {found}: write it into "
-                "the row's overrides and train the row again"
+                f"{where} has {name} {ours}, but {table.selected_by} finds {selected}: write it "
+                "into the row's overrides and train the row again"
             )
 
 
@@ -55,14 +55,14 @@ def candidates(
     """
     other = results.tables[table.selected_by]
     sheets = [sheet for sheet in results.sheets if sheet.table.name == other.name]
-    found: dict[tuple[Any, ...], float | None] = {}
+    tried: dict[tuple[Any, ...], float | None] = {}
     for rival in other.rows:
         if attention in rival.attention and _fits(table, row, other, rival):
-            for column in (own for own in other.columns if own.attention == attention):
+            for column in (each for each in other.columns if each.attention == attention):
                 options = {**other.options, **rival.overrides, **column.overrides}
                 view = results.view(sheets[0], column.key) if sheets else None
-                found[chosen(table, options)] = _mean(view, rival.label) if view else None
-    return found
+                tried[chosen(table, options)] = _mean(view, rival.label) if view else None
+    return tried
 
 
 def _mean(view: ColumnView, row: str) -> float | None:

@@ -50,11 +50,11 @@ class Sheet:
 
     @functools.cached_property
     def _of_cells(self) -> dict[tuple[str, str], dict[str, Run]]:
-        found: dict[tuple[str, str], dict[str, Run]] = {}
+        runs_of_cell: dict[tuple[str, str], dict[str, Run]] = {}
         for name, run in self.runs.items():
             for cell in filled(self.table, run):
-                found.setdefault(cell, {})[name] = run
-        return found
+                runs_of_cell.setdefault(cell, {})[name] = run
+        return runs_of_cell
 
     def runs_of(self, row: Row, column: Column) -> dict[str, Run]:
         """Return the runs that fill a cell, without the seeds that lack a rate of the table.
@@ -62,14 +62,14 @@ class Sheet:
         Only a column with ``best_over: optimization.lr`` shows a sweep of learning rates. A
         diverged run counts.
         """
-        own = self._of_cells.get((row.label, column.key), {})
+        runs = self._of_cells.get((row.label, column.key), {})
         rates = set(self.table.rates_at(self.scale, column.rates))
         if column.best_over != RATE or not rates:
-            return own
-        found: dict[int, set[Any]] = {}
-        for run in own.values():
-            found.setdefault(run["seed"], set()).add(option(run["config"], RATE))
-        return {name: run for name, run in own.items() if found[run["seed"]] >= rates}
+            return runs
+        rates_of_seed: dict[int, set[Any]] = {}
+        for run in runs.values():
+            rates_of_seed.setdefault(run["seed"], set()).add(option(run["config"], RATE))
+        return {name: run for name, run in runs.items() if rates_of_seed[run["seed"]] >= rates}
 
     def scores(self, row: Row, column: Column) -> Scores:
         """Return the value of a cell per seed. Raises: ValueError if two runs have one seed."""
@@ -95,23 +95,25 @@ class Sheet:
 
     def _selected(self, row: Row, column: Column) -> dict[int, str]:
         """Return seed -> name of the run of a cell: the only one, or the best of ``best_over``."""
-        found: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
+        ranks: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
         judge = dataclasses.replace(column, **column.best_by)
         for name, run in self.runs_of(row, column).items():
             rank = _value(run, judge)
             if rank is None:
                 continue
             choice = str(option(run["config"], column.best_over)) if column.best_over else ""
-            own = found.setdefault(run["seed"], {})
-            if choice in own:
+            of_seed = ranks.setdefault(run["seed"], {})
+            if choice in of_seed:
+                _, other = of_seed[choice]
                 raise ValueError(
-                    f"{own[choice][1]} and {name} both fill seed {run['seed']} of row {row.label}, "
+                    f"{other} and {name} both fill seed {run['seed']} of row {row.label}, "
                     f"column {column.key}"
                 )
-            own[choice] = rank, name
+            of_seed[choice] = rank, name
         best = min if judge.better == "lower" else max
         ranked = {
-            seed: best(own.values(), key=lambda r: r[0]) for seed, own in sorted(found.items())
+            seed: best(of_seed.values(), key=lambda r: r[0])
+            for seed, of_seed in sorted(ranks.items())
         }
         return {seed: name for seed, (_, name) in ranked.items()}
 
@@ -139,18 +141,18 @@ def sheets(table: Table, runs: Mapping[str, Run]) -> list[Sheet]:
 
     Raises: ValueError if runs of a group differ in an option of ``table.same``, or in their data.
     """
-    found: dict[tuple[str, str], dict[str, Run]] = {}
+    groups: dict[tuple[str, str], dict[str, Run]] = {}
     for name, run in sorted(runs.items()):
         if filled(table, run):
             own_data = any(column.dataset for column in table.at(run["scale"]).columns)
             key = run["scale"], "" if own_data else run["dataset"]
-            found.setdefault(key, {})[name] = run
-    for members in found.values():
+            groups.setdefault(key, {})[name] = run
+    for members in groups.values():
         require_same(table, members)
     order = list(table.scales)
     return [
-        Sheet(table.at(scale), scale, dataset, found[scale, dataset])
-        for scale, dataset in sorted(found, key=lambda key: (order.index(key[0]), key[1]))
+        Sheet(table.at(scale), scale, dataset, groups[scale, dataset])
+        for scale, dataset in sorted(groups, key=lambda key: (order.index(key[0]), key[1]))
     ]
 
 

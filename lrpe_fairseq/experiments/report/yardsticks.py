@@ -38,22 +38,22 @@ class Yardsticks:
         """
         if column.metric not in METRICS or column.mean_of:
             return {}
-        own = (sheet.runs_of(row, column) for row in sheet.table.rows)
-        some = next((item for runs in own for item in runs.items()), None)
+        runs_of_rows = (sheet.runs_of(row, column) for row in sheet.table.rows)
+        some = next((item for runs in runs_of_rows for item in runs.items()), None)
         run = self._beside(some[1]) if some else None
         if run is None:
             return {}
         protocol = column.protocol.partition("+")[0]
-        found = run["metrics"].get(column.split, {}).get(protocol, {})
-        if not found:
+        measured = run["metrics"].get(column.split, {}).get(protocol, {})
+        if not measured:
             return {}
         _require_same_tests(some, run, column.split)
         metric = METRICS[column.metric]
         return {
-            "ppl": found[metric],
-            "cache-ppl": found[f"cache-{metric}"],
-            "order": found["order"],
-            "cache-window": found["cache-window"],
+            "ppl": measured[metric],
+            "cache-ppl": measured[f"cache-{metric}"],
+            "order": measured["order"],
+            "cache-window": measured["cache-window"],
         }
 
     def _beside(self, model: Run) -> Run | None:

@@ -61,23 +61,23 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
 
 def candidates(folder: Path) -> dict[Path, int]:
     """Return the periodic checkpoints of the other runs beside ``folder``, most updates first."""
-    found = {
+    updates_of = {
         path: updates
         for other in sorted(folder.parent.glob("*/checkpoints"))
         if other.parent != folder
         for updates, path in checkpoints.periodic(other).items()
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return dict(sorted(updates_of.items(), key=lambda item: -item[1]))
 
 
 def _until(log: str, updates: int) -> list[str]:
     """Return the lines of a training log before the first one of a later update."""
     lines = log.splitlines(keepends=True)
     for number, line in enumerate(lines):
-        found = fairseq_log.statistics_of(line)
-        if found is None:
+        entry = fairseq_log.statistics_of(line)
+        if entry is None:
             continue
-        values = found[1]
+        values = entry[1]
         if int(values.get("num_updates", values.get("valid_num_updates", 0))) > updates:
             return lines[:number]
     return lines

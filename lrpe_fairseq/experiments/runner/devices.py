@@ -50,10 +50,10 @@ class Devices:
         torch keeps large tensors in huge pages, if Linux permits it: every update allocates the
         logits anew; on a virtual machine their page faults are a large part of a small training.
         """
-        found = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         for name, value in {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}.items():
-            found[name] = os.environ.get(name, value)
-        return found | self.visible
+            variables[name] = os.environ.get(name, value)
+        return variables | self.visible
 
     @property
     def visible(self) -> dict[str, str]:
@@ -113,13 +113,13 @@ def hydra_override(key: str, value: str) -> str:
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
     """Parse ``section.key=value`` words. Raises: ValueError for any other word."""
-    found = {}
+    values = {}
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals or "." not in key:
             raise ValueError(f"an override is section.key=value, not {word!r}")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def divided(settings: Any, processes: int) -> dict[str, str]:
@@ -129,8 +129,8 @@ def divided(settings: Any, processes: int) -> dict[str, str]:
 
     Raises: ValueError if the processes cannot have equal parts.
     """
-    if found := division(settings, processes):
-        return found
+    if sizes := division(settings, processes):
+        return sizes
     raise ValueError(
         f"{processes} processes cannot have equal parts of {described(settings)}: use another "
         "number of GPUs, or another batch"

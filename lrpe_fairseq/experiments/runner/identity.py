@@ -39,8 +39,8 @@ def resolved(settings: Any) -> Config:
     OmegaConf does the same ten times slower; fairseq's interpolations are whole values.
     """
     chosen = OmegaConf.to_container(settings)
-    own = {part: chosen[part] for part in checkpoints.SECTIONS if chosen.get(part)}
-    merged = _merged(_defaults(_names(settings)), own)
+    stated = {part: chosen[part] for part in checkpoints.SECTIONS if chosen.get(part)}
+    merged = _merged(_defaults(_names(settings)), stated)
     return _resolved(merged, merged)
 
 
@@ -108,9 +108,9 @@ def _differences_of_batches(wanted: Mapping[str, Any], had: Mapping[str, Any]) -
     batch_norm = wanted.get("model.norm") == "batch"
     if per_update and not (batch_norm and keys.steps(wanted) != keys.steps(had)):
         return set()
-    found = {name for name in keys.LIMITS if plain(wanted[name]) != plain(had[name])}
+    limits = {name for name in keys.LIMITS if plain(wanted[name]) != plain(had[name])}
     together = keys.batches(wanted) != keys.batches(had)
-    return found | ({keys.FREQUENCY} if together or not found else set())
+    return limits | ({keys.FREQUENCY} if together or not limits else set())
 
 
 def _names(settings: Any) -> Names:

@@ -120,7 +120,7 @@ class TrainingRun(ABC):
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
         """Return the cell's other options that the YAML contradicts, then the cell's changes."""
-        usual = [own for own in cell.options if own not in cell.changed]
+        usual = [pair for pair in cell.options if pair not in cell.changed]
         words, changes = (
             [_override(key, value) for option, value in part for key in cls.keys_of(option)]
             for part in (usual, cell.changed)
@@ -212,8 +212,8 @@ class TrainingRun(ABC):
 
     def _log_format(self) -> dict[str, str]:
         """Return what makes the training log JSON; empty if the YAML does."""
-        given = OmegaConf.select(self.yaml(), LOG_FORMAT)
-        return {} if given == "json" else {LOG_FORMAT: "json"}
+        stated = OmegaConf.select(self.yaml(), LOG_FORMAT)
+        return {} if stated == "json" else {LOG_FORMAT: "json"}
 
     def _path_of_data(self) -> str:
         """Return fairseq's path of the data; while they are not prepared, that of the YAML."""
@@ -368,8 +368,8 @@ class TrainingRun(ABC):
             best, last = map(checkpoints.load_sound, paths)
         except ValueError:
             return False
-        found = checkpoints.updates(best), checkpoints.seconds(last)
-        if found != (known.get("evaluated_update"), known["wall_seconds"]):
+        trained = checkpoints.updates(best), checkpoints.seconds(last)
+        if trained != (known.get("evaluated_update"), known["wall_seconds"]):
             return False  # of another training
         say(f"evaluating {', '.join(map(' '.join, missing))}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
