@@ -108,7 +108,7 @@ def encodings_table() -> str:
         rows.append([*row, encoding.scales or "–"])
     for family in FAMILIES.values():
         text = f"the free form {family.rest}"
-        rows.append([f"`{family.form}`", text, YES[True], YES[not family.causal_only], "", ""])
+        rows.append([f"`{family.pattern}`", text, YES[True], YES[not family.causal_only], "", ""])
     head = ["name", "description", "linear", "bidirectional", "learned parameters"]
     head += ["`--context-scaling` scales"]
     return markdown.table(head, rows)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lrpe_fairseq import patterns
-from lrpe_fairseq.encodings import ENCODINGS, WRAPPERS, canonical_name
+from lrpe_fairseq.encodings import ENCODINGS, canonical_name, unwrapped
 from lrpe_fairseq.experiments.records.tables import ANY, Table, short
 
 UNNAMED = {
@@ -25,21 +25,6 @@ def public_name(encoding: str) -> str:
     wrappers, inner = unwrapped(canonical_name(encoding))
     public = next((name for name in ENCODINGS if canonical_name(name) == inner), inner)
     return ":".join([*wrappers, public])
-
-
-def unwrapped(encoding: str) -> tuple[list[str], str]:
-    """Return the wrappers of an encoding, the outer one first, and what they wrap.
-
-    >>> unwrapped("gated:path:lrpe-type2"), unwrapped("lrpe:identity:rotation")
-    ((['gated', 'path'], 'lrpe-type2'), ([], 'lrpe:identity:rotation'))
-    """
-    wrappers = []
-    prefix, _, rest = encoding.partition(":")
-    while rest and prefix in WRAPPERS:
-        wrappers.append(prefix)
-        encoding = rest
-        prefix, _, rest = encoding.partition(":")
-    return wrappers, encoding
 
 
 def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
