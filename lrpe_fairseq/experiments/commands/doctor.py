@@ -96,6 +96,7 @@ def training() -> str:
     findings = []
     if count > 1 and not torch.distributed.is_nccl_available():
         raise ValueError(f"{count} GPUs, but this torch has no NCCL")
+    # float16 overflows in sums that bfloat16 holds; older GPUs have only the former.
     half = torch.bfloat16 if count and torch.cuda.get_device_capability() >= (8,) else torch.float16
     for device, dtype in (("cpu", torch.float32), *((f"cuda:{n}", half) for n in range(count))):
         for attention, name in FORMS:
@@ -109,6 +110,7 @@ def training() -> str:
                 grads.append(torch.cat([p.grad.flatten().cpu() for p in layer.parameters()]))
             error = ((grads[0] - grads[1]).norm() / grads[1].norm()).item()
             findings.append(f"{attention} attention of {name} on {device}: error {error:.1e}")
+            # "not <" also fails for nan.
             if not error < 0.1:
                 raise ValueError(f"{findings[-1]}; run make test to find the defect")
     return "; ".join(findings)

@@ -47,6 +47,7 @@ def family_of(config: Path) -> type[TrainingRun]:
         raise ValueError(f"{relative(config)} does not exist")
     task = load_config(config).task._name
     for family in FAMILIES.values():
+        # Two families share a folder of configurations; their tasks differ.
         if config.parent == CONFIGS / family.configs and family.task in ("", task):
             return family
     raise ValueError(
@@ -69,6 +70,7 @@ def load_named(name: str) -> Table:
     folder = CONFIGS / "tables"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
+        # The stem, because a user may pass the file's path.
         close = get_close_matches(Path(name).stem, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         raise ValueError(f"there is no table {name}; {hint}")
@@ -142,6 +144,7 @@ def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
     for cell in cells(first):
         _, home = homes.setdefault(place(first, cell), (first, cell))
         homes[place(first, cell)] = first, home.asked(cell.evaluations)
+    # Later tables take the runs over, so that equal cells are trained once.
     for other in others:
         cells_of_other = {place(other, cell): cell for cell in reversed(cells(other))}
         for key in homes.keys() & cells_of_other.keys():
@@ -154,6 +157,7 @@ def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRu
     planned = family_of(config).of_cell(table, cell, scale, config, seed)
     for run in planned:
         known = folders.dataset_name(run.data) if folders.is_prepared(run.data) else cell.dataset
+        # Two sources that say which data a column has must agree.
         if cell.config and known != cell.dataset:
             raise ValueError(
                 f"{cell.config} trains on {known}, but its column has the data set {cell.dataset}: "

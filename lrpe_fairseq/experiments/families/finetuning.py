@@ -59,6 +59,7 @@ class FinetuningRun(TrainingRun):
         cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
     ) -> list[TrainingRun]:
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
+        # Seed 1 of pre-training: seeds of a row are those of its fine-tuning.
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
         source = {"checkpoint": best, "label": cell.label}
@@ -85,6 +86,7 @@ class FinetuningRun(TrainingRun):
     def data_checksums(self) -> Checksums:
         """Also that of the pre-trained checkpoint."""
         known = super().data_checksums()
+        # Without the checkpoint nothing can be trained, and a plan must still be printed.
         readable = known and self.checkpoint.is_file()
         return {**known, "pretrained": digest_of(self.checkpoint)} if readable else known
 
@@ -165,9 +167,11 @@ class FinetuningRun(TrainingRun):
     def _updates(self) -> dict[str, str]:
         """The updates of the YAML's epochs, up to its max_update, and the schedule; or nothing."""
         splits = manifest(self.data).get("splits")
+        # Before the data are prepared the updates are unknown; nothing is trained then.
         if not splits:
             return {}
         settings = OmegaConf.merge(self.yaml(), OmegaConf.from_dotlist(list(self.overrides)))
+        # fairseq's schedules count updates; papers state epochs.
         batches = math.ceil(splits["train"]["examples"] / settings.dataset.batch_size)
         updates = batches * settings.optimization.max_epoch
         updates = min(updates, settings.optimization.max_update or updates)
@@ -202,6 +206,7 @@ def finetuning_runs(
     """
     settings = load_config(config)
     home = ROOT / Path(settings.task.data).parent.parent
+    # The configuration's list is per epoch in fairseq; it has one value.
     rates = rates or list(settings.optimization.lr)
     started = source["checkpoint"].absolute().parent.parent.name
     made = []
@@ -260,6 +265,7 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
         f"{'Trained' if split == 'train' else f'Evaluated ({split})'} on a subset: "
         f"{counts['examples']:,} of {counts['official']:,} examples."
         for split, counts in splits.items()
+        # A subset makes numbers that no published one compares with.
         if counts["examples"] != counts["official"]
     ]
 

@@ -76,6 +76,7 @@ def validate(run: Run) -> None:
         _check_type(name, run[name], types)
     for name in OPTIONAL.keys() & run.keys():
         _check_type(name, run[name], OPTIONAL[name])
+    # JSON knows neither nan nor inf, and other readers fail at them.
     for path, value in _leaves(run):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"the run's value {'.'.join(path)} is {value}, not a finite number")
@@ -115,6 +116,7 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     """
     runs = {}
     for path in sorted(Path(root).rglob("*.json")):
+        # Files of a writer that was killed begin with a dot.
         if path.name.startswith((".", bases.PREFIX)):
             continue
         name = path.relative_to(root).as_posix()
@@ -154,6 +156,7 @@ def _check_metrics(metrics: Run, protocols: Run) -> None:
 
 
 def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None:
+    # Both come from one output: if they disagree, one was read wrongly.
     if None not in (loss, ppl) and not (loss < 1024 and math.isclose(2**loss, ppl, **ROUNDING)):
         raise ValueError(f"the run's metric {where} is {ppl}, not 2 to its loss of {loss}")
 

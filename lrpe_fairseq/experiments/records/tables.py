@@ -146,6 +146,7 @@ class Table:
         """Return the table with the columns and rows of one scale."""
         columns = [column for column in self.columns if scale in (column.scales or [scale])]
         rows = [row for row in self.rows if row.label in self.rows_of.get(scale, [row.label])]
+        # A scale may lack the split of a headline column.
         headline = [key for key in self.headlines() if key in {c.key for c in columns}]
         parts = {"columns": columns, "rows": rows, "headline": headline}
         return dataclasses.replace(self, **parts)
@@ -156,6 +157,7 @@ class Table:
 
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
+        # Reversed, so that the first column of each type stays.
         first = {column.attention: column.key for column in reversed(self.columns)}
         return self.headline or [first[kind] for kind in (*ATTENTION, ANY) if kind in first]
 
@@ -231,6 +233,7 @@ def _filled(content: Any, texts: dict[str, Any]) -> Any:
 def _by_attention(columns: list[Column]) -> list[Column]:
     """Put the columns of one attention type together; the type that comes first stays first."""
     kinds = list(dict.fromkeys(column.attention for column in columns))
+    # sorted is stable: columns of one type keep their order.
     return sorted(columns, key=lambda column: kinds.index(column.attention))
 
 
@@ -274,14 +277,17 @@ def _check(table: Table) -> None:
 def _faults(table: Table) -> Iterator[str]:
     """Yield what would train or show other cells than the file seems to say."""
     files = [file_name(row.label) for row in table.rows]
+    # Labels that differ in punctuation only would share a file name.
     for names in (files, [column.key for column in table.columns]):
         for twice in sorted({name for name in names if names.count(name) > 1}):
             yield f"two rows or columns have the name {twice}: rename one of them"
     for part in [*table.rows, *table.columns]:
+        # Without a usual value the runs of other rows could not be told apart.
         if unknown := sorted(part.overrides.keys() - table.options.keys()):
             yield f"the override {', '.join(unknown)} has no usual value in options"
     of_rows = itertools.chain(*(row.attention for row in table.rows))
     of_columns = {column.attention for column in table.columns}
+    # Patterns name several types: linear,linear,softmax.
     for value in [*itertools.chain(*map(patterns.values, of_rows)), *(of_columns - {ANY})]:
         if value not in ATTENTION:
             yield f"attention must be {' or '.join(ATTENTION)}, not {value!r}"

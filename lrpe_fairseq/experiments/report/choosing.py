@@ -45,6 +45,7 @@ GROUPS = {
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the two pages."""
     results = results_of(root)
+    # A checkout with own runs only has no answers to print.
     answers = {PAGE: choosing(results)} if _is_measured(results) else {}
     return {**answers, INDEX: index(results)}
 
@@ -185,6 +186,7 @@ def _first(results: Results, table: Table) -> str:
     if table.compare == "columns":
         return "–"
     sheet = results.sheets_of(table.name)[0]
+    # The first headline of each attention type; further ones are on the page.
     first: dict[str, ColumnView] = {}
     for view in results.headlines(sheet):
         first.setdefault(view.column.attention, view)

@@ -124,6 +124,7 @@ def _of_pair(results: Results, place: Place, pair: tuple[str, str, str, str]) ->
     attention, _, ours, other = pair
     views = [column_of(results, place, attention, key) for key in place.columns]
     first = views[0]
+    # A row that lost a seed at the training length has no difference.
     if first is None or not {ours, other} <= set(first.ranked()):
         return []
     seeds = str(len(first.cells[ours].keys() & first.cells[other].keys()))
@@ -288,6 +289,7 @@ def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str,
     by_name = {view.names[row]: row for row in view.ranked()}
     for name, row in by_name.items():
         base = by_name.get(_rope_of(name))
+        # A row without a RoPE of its normalizer has nothing to be compared with.
         if base is None or base == row:
             continue
         verdict = view.verdict(row, base)
@@ -328,7 +330,9 @@ def may_turn(rungs: Sequence[Rung]) -> str:
         return "yes (one seed)"
     decades = math.log10(last.tokens / first.tokens)
     gap = last.gap + (last.gap - first.gap) / decades
+    # The two ends are independent, and the line weighs them differently.
     half = math.hypot(last.half * (1 + 1 / decades), first.half / decades)
+    # Both ends must be certain: today's order, and that of ten times the tokens.
     sure = abs(last.gap) > last.half and abs(gap) > half and (gap > 0) == (last.gap > 0)
     return "no" if sure else "yes"
 

@@ -197,6 +197,7 @@ def contact_sheet(path: Path) -> None:
     for axes in every:
         axes.set_axis_off()
     for axes, name in zip(every, shown, strict=False):
+        # The root shows small weights too.
         axes.imshow(weights(name).sqrt(), cmap="viridis", vmin=0, vmax=1)
         axes.set_title(name, fontsize=8)
     figure.supxlabel(f"key, 1 to {TOKENS}", fontsize=8)
@@ -213,6 +214,7 @@ def weights(name: str) -> Tensor:
     torch.manual_seed(0)
     heads, width = 4, 32
     encoding = build_encoding(name, head_dim=width, num_heads=heads, causal=True).eval()
+    # Equal tokens: what differs between keys is the position alone.
     x = torch.randn(CONTENTS, 1, heads * width).expand(-1, TOKENS, -1)
     q = k = 1.5 * x.unflatten(-1, (heads, width)).transpose(1, 2)
     tokens = tokens_of(x)
@@ -251,6 +253,7 @@ def departures_measured(root: Path) -> str:
 def versions_table(root: Path) -> str:
     """Return a row per tested pair of Python and torch, then why tests were skipped."""
     numbers = {path: re.findall(r"\d+", path.stem) for path in (root / VERSIONS).glob("*.json")}
+    # By version numbers: 3.9 comes before 3.12.
     files = sorted(numbers, key=lambda path: list(map(int, numbers[path])))
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     return markdown.rendered("versions.md.j2", results=results).rstrip()

@@ -53,6 +53,7 @@ def key_of(root: Path, table: Table, scale: str, dataset: str, column: Column) -
     path = column.config or table.scales[scale]
     chosen = {**table.options, **column.overrides}
     training = (str(chosen.get(name, _stated(root / path, name))) for name in TRAINING)
+    # A mean is named by all that it averages.
     parts = [table.column(name) for name in column.mean_of] or [column]
     return Key(
         scale=scale,
@@ -116,6 +117,7 @@ def _measurement(
     prior: orders.Prior | None,
     primary: Iterable[tuple[str, str]],
 ) -> orders.Measurement:
+    # A verdict needs one scale and one direction.
     kinds = {(view.kind, view.column.better) for view in views}
     if len(kinds) > 1:
         raise ValueError(f"columns of the measurement {key.text()} differ: {sorted(kinds)}")
@@ -124,8 +126,10 @@ def _measurement(
     for view in views:
         for label, values in view.scaled.items():
             row = view.identity(label)
+            # The same runs on two pages must show the same numbers.
             if cells.setdefault(row, dict(values)) != values:
                 raise ValueError(f"{row} has two values in the measurement {key.text()}")
+    # Columns of a measurement have the same tests; one without runs has 0.
     examples = max(view.examples for view in views)
     return orders.Measurement(
         cells,
@@ -174,6 +178,7 @@ def _contrasts(
         for view in views:
             place = view.table.name, view.scale, view.column.key
             for one in wanted.get(place, ()):
+                # Contrasts are written down before their runs.
                 if {one.a, one.b} <= set(view.rows):
                     pair = view.identity(one.a), view.identity(one.b)
                     pairs.setdefault(key, []).append(pair)

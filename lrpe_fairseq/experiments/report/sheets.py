@@ -64,6 +64,7 @@ class Sheet:
         """
         runs = self._of_cells.get((row.label, column.key), {})
         rates = set(self.table.rates_at(self.scale, column.rates))
+        # A column that shows one rate needs no others.
         if column.best_over != RATE or not rates:
             return runs
         rates_of_seed: dict[int, set[Any]] = {}
@@ -86,6 +87,7 @@ class Sheet:
         known = {seed: value for seed, value in chosen.items() if value is not None}
         if column.metric == HOLDS and known:  # a mean of two lengths is none of them
             known = dict.fromkeys(known, min(known.values()))
+        # A seed that diverged counts as lost unless another rate of it is shown.
         lost = {
             run["seed"]
             for run in self.runs_of(row, column).values()
@@ -96,9 +98,11 @@ class Sheet:
     def _selected(self, row: Row, column: Column) -> dict[int, str]:
         """Return seed -> name of the run of a cell: the only one, or the best of ``best_over``."""
         ranks: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
+        # Chosen on another split than shown: valid selects, test reports.
         judge = dataclasses.replace(column, **column.best_by)
         for name, run in self.runs_of(row, column).items():
             rank = _value(run, judge)
+            # A run that lacks this evaluation fills other columns.
             if rank is None:
                 continue
             choice = str(option(run["config"], column.best_over)) if column.best_over else ""
@@ -144,6 +148,7 @@ def sheets(table: Table, runs: Mapping[str, Run]) -> list[Sheet]:
     groups: dict[tuple[str, str], dict[str, Run]] = {}
     for name, run in sorted(runs.items()):
         if filled(table, run):
+            # Columns that name their data stand beside each other in one group.
             own_data = any(column.dataset for column in table.at(run["scale"]).columns)
             key = run["scale"], "" if own_data else run["dataset"]
             groups.setdefault(key, {})[name] = run
@@ -168,6 +173,7 @@ def require_same(table: Table, runs: Mapping[str, Run]) -> None:
         data = run["dataset"]
         where = data if by_data else ""
         facts = {(where, key): option(run["config"], key) for key in table.same}
+        # Numbers of different tests must not stand in one column.
         checksums = run.get("data", {}).items()
         facts |= {(data, f"the data {data} ({part})"): value for part, value in checksums}
         for fact, value in facts.items():
