@@ -98,6 +98,7 @@ setup(
             "pytest-xdist>=3.8",  # --no-loadscope-reorder
             "ruff",
             "triton; sys_platform == 'linux'",
+            "vulture",
         ],
         # Tables, pages and pictures; training and evaluation need none of these.
         "experiments": [

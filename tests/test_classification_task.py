@@ -77,9 +77,17 @@ def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data):
         assert (tokens[place, length:] == PAD).all()
         assert batch["net_input"]["src_lengths"][place] == length
         assert batch["target"][place] == known.labels[row]
+
+
+def test_a_batch_counts_its_tokens_and_its_examples(data):
+    dataset = task_of(data).dataset("train")
+    batch = dataset.collater([dataset[row] for row in (7, 0, 30)])
     assert batch["ntokens"] == batch["net_input"]["src_lengths"].sum()
     assert batch["nsentences"] == 3
-    assert dataset.collater([]) == {}
+
+
+def test_a_batch_of_no_examples_is_empty(data):
+    assert task_of(data).dataset("train").collater([]) == {}
 
 
 def test_long_inputs_are_cut_at_the_end(data):

@@ -199,8 +199,9 @@ def same_dictionary(
         return False
     name = name or dictionary.name
     # What the checkpoint records itself comes last: it moves with the weights.
-    recorded = {**read_json(checkpoint.with_name(DICTIONARIES)), **state.get(dictionaries.KEY, {})}
-    trained = recorded.get(name) or _in_training_data(checkpoint, state, dictionary, name)
+    recorded = {**read_json(checkpoint.with_name(DICTIONARIES)), **dictionaries.recorded(state)}
+    trained = recorded.get(name) or recorded.get(dictionaries.EMBEDDINGS.get(embedding, ""))
+    trained = trained or _in_training_data(checkpoint, state, dictionary, name)
     if not trained:
         say(
             f"{checkpoint} does not record the words of its dictionary: only the number of words "

@@ -276,6 +276,14 @@ def _check(table: Table) -> None:
 
 def _faults(table: Table) -> Iterator[str]:
     """Yield what would train or show other cells than the file seems to say."""
+    yield from _faults_of_names(table)
+    yield from _faults_of_attention(table)
+    yield from _faults_of_choices(table)
+    yield from _faults_of_configs(table)
+
+
+def _faults_of_names(table: Table) -> Iterator[str]:
+    """Yield names that occur twice, as files or as keys, and options without a usual value."""
     files = [file_name(row.label) for row in table.rows]
     # Labels that differ in punctuation only would share a file name.
     for names in (files, [column.key for column in table.columns]):
@@ -285,6 +293,10 @@ def _faults(table: Table) -> Iterator[str]:
         # Without a usual value the runs of other rows could not be told apart.
         if unknown := sorted(part.overrides.keys() - table.options.keys()):
             yield f"the override {', '.join(unknown)} has no usual value in options"
+
+
+def _faults_of_attention(table: Table) -> Iterator[str]:
+    """Yield attention types that do not exist, and rows with two where a column takes any."""
     of_rows = itertools.chain(*(row.attention for row in table.rows))
     of_columns = {column.attention for column in table.columns}
     # Patterns name several types: linear,linear,softmax.
@@ -294,13 +306,21 @@ def _faults(table: Table) -> Iterator[str]:
     for row in table.rows:
         if ANY in of_columns and len(row.attention) != 1:
             yield f"row {row.label} needs one attention type, for the columns with attention {ANY}"
+
+
+def _faults_of_choices(table: Table) -> Iterator[str]:
+    """Yield directions and scales that do not exist."""
     for value in [table.better, *(column.better for column in table.columns)]:
         if value not in BETTER:
             yield f"better must be {' or '.join(BETTER)}, not {value!r}"
     for scale in itertools.chain(table.rows_of, *(column.scales for column in table.columns)):
         if scale not in table.scales:
             yield f"there is no scale {scale}; there are {', '.join(table.scales)}"
-    configs: dict[Any, str] = {}
+
+
+def _faults_of_configs(table: Table) -> Iterator[str]:
+    """Yield columns with the runs of another column, but another configuration."""
+    configs: dict[str, str] = {}
     for column in (column for column in table.columns if not column.mean_of):
         cell = str((column.scales, column.attention, column.dataset, column.overrides))
         if configs.setdefault(cell, column.config) != column.config:

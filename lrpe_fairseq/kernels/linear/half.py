@@ -9,7 +9,7 @@ rows or columns are first divided by their largest numbers, so that nothing over
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels.dispatch import is_plain
+from lrpe_fairseq.kernels.conditions import is_plain
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import AMPERE, is_rocm
 

@@ -63,7 +63,8 @@ class _Handlers:
     """
 
     def __init__(self) -> None:
-        self.process, self.speaks = 0, True
+        self.process = 0
+        self.speaks = True
         self.first: float | None = None
         self.before: dict[signal.Signals, Any] = {}
 
@@ -72,10 +73,14 @@ class _Handlers:
 
         A shell lets programs in the background ignore SIGINT; that stays.
         """
-        self.process, self.speaks = os.getpid(), speaks
+        self.process = os.getpid()
+        self.speaks = speaks
         ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        for number in SIGNALS if interrupt and not ignored else SIGNALS[1:]:
+        for number in SIGNALS:
+            if number == signal.SIGINT and (ignored or not interrupt):
+                continue
             known = signal.signal(number, self.record)
+            # the first handlers are kept: this is called in every epoch
             if known != self.record:
                 self.before.setdefault(number, known)
 
@@ -90,11 +95,13 @@ class _Handlers:
         """Put back the handlers of before, and forget the signals received."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        self.before, self.first = {}, None
+        self.before = {}
+        self.first = None
         _signaled.clear()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Stop, before there is anything to save."""
+        # a worker that loads data has inherited this handler, and goes on
         if os.getpid() == self.process:
             signal.default_int_handler(number, frame)
 
@@ -105,6 +112,7 @@ class _Handlers:
         now = time.monotonic()
         again = number in STOPPING and self.first is not None
         if again and now - self.first > TOGETHER:
+            # ends as a process that has no handler, so that a shell sees the signal
             signal.signal(number, signal.SIG_DFL)
             os.kill(self.process, number)
         if number in STOPPING and not again:
@@ -116,7 +124,7 @@ class _Handlers:
         """Say what happens. ``print`` may be interrupted by this very handler, and then fails."""
         name = signal.Signals(number).name
         said = f"{name}: saving a checkpoint after this update; a second signal stops at once"
-        if self.speaks:
+        if self.speaks:  # of several processes only the first
             os.write(2, f"\nlrpe_fairseq: {said}\n".encode())
 
 
@@ -132,6 +140,7 @@ def apply() -> None:
     for script in filter(None, map(sys.modules.get, ("fairseq_cli.train", "__main__"))):
         saves = getattr(script, "validate_and_save", None)
         if saves and not isinstance(saves, functools.partial):
+            # the loop of epochs calls both by these names
             script.train = functools.partial(_train_with_handlers, script.train)
             script.validate_and_save = functools.partial(_save_if_signaled, saves)
     loads = checkpoint_utils.load_checkpoint  # before anything of a training is read
@@ -152,12 +161,14 @@ def lost_processes_in_one_sentence() -> Iterator[None]:
     """Turn the error of a collective operation whose other processes are gone into one sentence.
 
     The exit status is 1, because the input is not to blame.
+    Raises: SystemExit with status 1, after the sentence.
     """
     distributed = torch.distributed
     try:
         yield
     except RuntimeError as error:
         several = distributed.is_available() and distributed.is_initialized()
+        # some of these errors are plain RuntimeErrors, known by their text
         known = isinstance(error, distributed.DistError) if several else False
         if not several or not (known or LOST.search(str(error))):
             raise
@@ -174,23 +185,26 @@ def _train_with_handlers(
     train: Any, cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *arguments: Any
 ) -> Any:
     """Run fairseq's ``train`` (one epoch) with signal handlers installed, if updates are left."""
-    updates, most = trainer.get_num_updates(), cfg.optimization.max_update
-    if 0 < most <= updates:
+    updates = trainer.get_num_updates()
+    most = cfg.optimization.max_update
+    if 0 < most <= updates:  # 0: no limit
         logger.info(
             f"nothing to train: the checkpoint has {updates} of {most} updates; raise --max-update "
             "(optimization.max_update), or choose another --save-dir (checkpoint.save_dir)"
         )
-        return [None], True
+        return [None], True  # no loss, and the training stops
+    # Python lets only the main thread set handlers
     if threading.current_thread() is not threading.main_thread():
         return train(cfg, trainer, task, epoch_itr, *arguments)
     several = trainer.data_parallel_world_size > 1
     # fairseq ends a process that hangs by SIGINT
     watched = several and cfg.distributed_training.heartbeat_timeout > 0
     _handlers.install(interrupt=not watched, speaks=trainer.data_parallel_rank == 0)
+    # of a process that fairseq started: when its parent ends, it saves
     spawned = multiprocessing.parent_process() is not None
     if spawned and torch.distributed.is_initialized():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))
-    ended = True
+    ended = True  # also after an error
     try:
         with lost_processes_in_one_sentence():
             losses, ended = train(cfg, trainer, task, epoch_itr, *arguments)

@@ -14,8 +14,7 @@ Batches that are not kept are made anew in every epoch, so that they need no rec
 ``--update-epoch-batch-itr True``, of sharded data, and of datasets whose ``ordered_indices`` depend
 on the epoch.
 
-``compat.resume_in_the_same_order`` installs these functions. The first argument of each is the
-function of fairseq that it replaces.
+The first argument of each replacement is the function of fairseq that it replaces.
 """
 
 import logging
@@ -24,6 +23,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+from fairseq import trainer
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.tasks import FairseqTask
+
+from lrpe_fairseq.compat.patching import replace_method
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,19 @@ _RESUMED = ContextVar[Place | None]("resumed place", default=None)
 """Set while the first training iterator after a resumption is made."""
 
 
+def resume_in_the_same_order() -> None:
+    """Read the rest of an epoch, and all later ones, in the order of an uninterrupted training.
+
+    Break: a training that resumes in epoch 2 or later without ``--update-epoch-batch-itr True``
+    makes other batches than the training that was interrupted, skips as many as that had read of
+    its own, and so reads samples twice and leaves others out.
+    """
+    replace_method(EpochBatchIterator, "__init__", record_epoch)
+    replace_method(EpochBatchIterator, "state_dict", state_of_iterator)
+    replace_method(trainer.Trainer, "get_train_iterator", train_iterator)
+    replace_method(FairseqTask, "get_batch_iterator", batch_iterator)
+
+
 def origin(cfg: Any) -> dict[str, Any]:
     """Return what a checkpoint without :data:`BUILT` says of its batches by its configuration.
 
@@ -65,6 +83,7 @@ def origin(cfg: Any) -> dict[str, Any]:
     task = cfg["task"]
     data = task.get("data") if hasattr(task, "get") else getattr(task, "data", None)
     rebuilt = cfg["dataset"].get("update_epoch_batch_itr", False)
+    # several folders are shards, of which every epoch reads another one
     return {
         "kept": not rebuilt and os.pathsep not in str(data or ""),
         "curriculum": cfg["dataset"].get("curriculum", 0),
@@ -76,21 +95,31 @@ def remember(trainer: Any, state: dict[str, Any], saved_by: dict[str, Any]) -> N
 
     state: of the iterator, from the checkpoint. saved_by: the :func:`origin` of the checkpoint.
     """
-    epoch, shuffle = state["epoch"], state.get("shuffle", True)
+    epoch = state["epoch"]
+    shuffle = state.get("shuffle", True)
     if BUILT in state:
-        built, shuffle_kept = state[BUILT], shuffle
+        built = state[BUILT]
+        shuffle_kept = shuffle
     else:
+        # older checkpoints: what a training does that was never interrupted
         built = 1 if saved_by["kept"] else epoch
         shuffle_kept = built > saved_by["curriculum"]
-    shift = built - epoch if trainer.cfg.dataset.update_ordered_indices_seed else 0
-    read = state.get("iterations_in_epoch", 0)
-    setattr(trainer, _PLACE, Place(epoch, read, built, shuffle, shuffle_kept, shift))
+    shifts = trainer.cfg.dataset.update_ordered_indices_seed  # adds the epoch to the seed
+    place = Place(
+        epoch=epoch,
+        read=state.get("iterations_in_epoch", 0),
+        built=built,
+        shuffle=shuffle,
+        shuffle_kept=shuffle_kept,
+        seed_shift=built - epoch if shifts else 0,
+    )
+    setattr(trainer, _PLACE, place)
 
 
 def record_epoch(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Construct an ``EpochBatchIterator`` that knows the epoch it was made for."""
     original(self, *args, **kwargs)
-    self.built_epoch = self.epoch
+    self.built_epoch = self.epoch  # ``epoch`` itself goes on
 
 
 def state_of_iterator(original: Callable, self: Any) -> dict[str, Any]:
@@ -110,6 +139,7 @@ def state_of_iterator(original: Callable, self: Any) -> dict[str, Any]:
 def train_iterator(original: Callable, self: Any, *args: Any, **options: Any) -> Any:
     """Return ``Trainer.get_train_iterator``; after a resumption, as the first training made it."""
     place = vars(self).pop(_PLACE, None)
+    # not resumed, or the iterator of a later epoch
     if place is None:
         return original(self, *args, **options)
     if options.get("load_dataset", True) and not self.task.has_sharded_data("train"):
@@ -123,6 +153,7 @@ def train_iterator(original: Callable, self: Any, *args: Any, **options: Any) ->
             tpu=self.tpu,
         )
         options["load_dataset"] = False
+    # the task makes the iterator, and is not told what for
     resumed = _RESUMED.set(place)
     try:
         iterator = original(self, *args, **options)
@@ -151,7 +182,9 @@ def _restore_loader(trainer: Any, iterator: Any, place: Place) -> None:
     """
     kept = iterator in trainer.task.dataset_to_epoch_iter.values()
     ends = place.read >= len(iterator)  # fairseq refuses such a place unless it makes the loader
-    if not getattr(iterator, "reuse_dataloader", False) or not (kept or place.read) or ends:
+    one_loader = getattr(iterator, "reuse_dataloader", False)
+    resumes_within = kept or place.read
+    if not one_loader or not resumes_within or ends:
         return
     iterator._get_iterator_for_epoch(
         iterator.built_epoch,
@@ -159,7 +192,7 @@ def _restore_loader(trainer: Any, iterator: Any, place: Place) -> None:
         fix_batches_to_gpus=trainer.cfg.distributed_training.fix_batches_to_gpus,
     )
     if kept and iterator.persistent_workers:
-        iter(iterator.dataloader)
-    iterator.dataset.set_epoch(place.epoch)
+        iter(iterator.dataloader)  # starts the workers
+    iterator.dataset.set_epoch(place.epoch)  # for samples that depend on the epoch
     if callable(iterator.batch_sampler):  # batches of every epoch
         iterator._frozen_batches = None

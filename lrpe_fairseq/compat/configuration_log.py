@@ -15,7 +15,7 @@ import fairseq.tasks
 from fairseq import checkpoint_utils
 from omegaconf import DictConfig
 
-from lrpe_fairseq.compat import replace_once
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.errors import Refusal
 
 COMMANDS = ("train", "eval_lm", "generate", "interactive")
@@ -42,8 +42,10 @@ class Held(logging.Filter):
 
     def release(self) -> None:
         """Log the records that are held."""
+        # a handler may log, too, and comes back here
         while self.records:
             record = self.records.pop(0)
+            # not handle(), which would ask this filter again
             logging.getLogger(record.name).callHandlers(record)
 
 
@@ -65,7 +67,7 @@ def _checked(original: Callable, *arguments: Any, **keywords: Any) -> Any:
     try:
         return original(*arguments, **keywords)
     except Refusal:
-        HELD.records.clear()
+        HELD.records.clear()  # its sentence is enough
         raise
     except BaseException:
         HELD.release()

@@ -2,7 +2,6 @@
 
 ``fairseq-hydra-train -m`` trains several models in one process. fairseq and this package keep state
 in module globals, which belongs to one training; :func:`run` puts it back at both ends of each.
-``compat`` lets fairseq start every command through it.
 """
 
 import logging
@@ -16,9 +15,11 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics, progress_bar
 
 from lrpe_fairseq.attention import projected
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.kernels import loader
 
 LOGGERS = ("fairseq_cli.train", progress_bar.__name__)
@@ -29,6 +30,20 @@ SAID_ONCE = ((projected.__name__, "_warn_once"), ("lrpe_fairseq.models.checks", 
 """Cached functions of this package that log or warn; a cache makes them do so once per text."""
 
 
+def give_every_run_a_state_of_its_own() -> None:
+    """Let a training in a sweep leave what it leaves alone, and return its best value.
+
+    Break: ``fairseq-hydra-train -m`` trains one model after another in a process, and fairseq keeps
+    the state of a training in module globals. The second model writes no best checkpoint before it
+    is better than the first, may stop early because of it, and its curves in TensorBoard and its
+    ``common.log_file`` go to the first one's. The value of a training for a sweeper such as Optuna
+    is the mean of all its validations, the first ones included.
+
+    fairseq's function that hydra calls drops the value, too; ``hydra_plugins`` repairs that.
+    """
+    replace_once(distributed_utils, "call_main", run)
+
+
 def run(call_main: Callable, cfg: Any, main: Callable, **named: Any) -> None:
     """Run a command as ``distributed.utils.call_main`` does, in a state of its own.
 
@@ -36,13 +51,14 @@ def run(call_main: Callable, cfg: Any, main: Callable, **named: Any) -> None:
     the aggregator :data:`VALUES`, where fairseq-hydra-train reads what it returns. A training that
     fails has the worst value.
     """
-    forget(main)
+    forget(main)  # the process may have run a command before this package was imported
     failed = True
     try:
         with _handlers_of_one_run():
             call_main(cfg, main, **named)
         failed = False
     finally:
+        # other commands have no value
         if main.__module__ == "fairseq_cli.train":
             value = _worst(cfg.checkpoint) if failed else best_value(cfg)
             _record(value, cfg.checkpoint.best_checkpoint_metric)
@@ -62,6 +78,7 @@ def forget(main: Callable) -> None:
 
     main: fairseq's function that makes the run.
     """
+    # fairseq keeps these two as attributes of its functions
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
     stopping = getattr(sys.modules.get(main.__module__), "should_stop_early", None)
     for name in ("best", "num_runs"):
@@ -86,6 +103,7 @@ def _handlers_of_one_run() -> Iterator[None]:
     finally:
         for name, handlers in before.items():
             logger = logging.getLogger(name)
+            # a file that stays open would get the lines of the next training
             for handler in set(logger.handlers) - set(handlers):
                 logger.removeHandler(handler)
                 handler.close()
@@ -94,7 +112,7 @@ def _handlers_of_one_run() -> Iterator[None]:
 def _close_trackers(*, failed: bool) -> None:
     """End the run of wandb and forget that of aim: fairseq would use them for the next run too."""
     if progress_bar.wandb is not None:
-        progress_bar.wandb.finish(exit_code=int(failed))
+        progress_bar.wandb.finish(exit_code=int(failed))  # uploads what is left
     if progress_bar.get_aim_run is not None:
         progress_bar.get_aim_run.cache_clear()
 
@@ -111,6 +129,7 @@ def best_value(cfg: Any) -> float:
     value = getattr(checkpoint_utils.save_checkpoint, "best", None)
     last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
     if value is None and _has_spawned(cfg.distributed_training) and last.is_file():
+        # memory-mapped: the weights are not read
         value = torch.load(last, map_location="cpu", mmap=True)["extra_state"].get("best")
     return _worst(cfg.checkpoint) if value is None or math.isnan(value) else float(value)
 

@@ -7,7 +7,7 @@ import fairseq.tasks
 import pytest
 from omegaconf import OmegaConf
 
-from lrpe_fairseq import startup
+from lrpe_fairseq.compat import configuration_log
 from lrpe_fairseq.errors import refuse
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
 from tests.end_to_end.forked import run_forked
@@ -27,7 +27,7 @@ def said():
     yield logger, heard
     logger.removeHandler(handler)
     logger.level = level
-    startup.HELD.records.clear()
+    configuration_log.HELD.records.clear()
 
 
 def test_the_configuration_is_logged_before_the_model(said):
@@ -35,7 +35,7 @@ def test_the_configuration_is_logged_before_the_model(said):
     logger.info(CONFIG)
     logger.info("loading model(s) from a.pt")
     assert heard == []
-    startup._built(lambda: None)
+    configuration_log._built(lambda: None)
     logger.info("a model")
     assert heard == [str(CONFIG), "loading model(s) from a.pt", "a model"]
     logger.info(CONFIG)
@@ -47,21 +47,21 @@ def test_a_refusal_drops_the_configuration_and_another_error_shows_it(said, caps
     logger, heard = said
     logger.info(CONFIG)
     with pytest.raises(SystemExit):
-        startup._checked(lambda: refuse("choose another"))
+        configuration_log._checked(lambda: refuse("choose another"))
     logger.info("later")
     assert heard == ["later"]
     logger.info(CONFIG)
     with pytest.raises(ZeroDivisionError):
-        startup._checked(lambda: 1 / 0)
+        configuration_log._checked(lambda: 1 / 0)
     assert heard == ["later", str(CONFIG)]
     assert capsys.readouterr().err == "lrpe_fairseq: choose another\n"
 
 
 def test_the_functions_that_check_options_are_those_that_fairseq_calls():
-    assert fairseq.tasks.setup_task.func is startup._checked
-    assert fairseq.models.build_model.func is startup._built
-    for command in startup.COMMANDS:
-        assert startup.HELD in logging.getLogger(f"fairseq_cli.{command}").filters
+    assert fairseq.tasks.setup_task.func is configuration_log._checked
+    assert fairseq.models.build_model.func is configuration_log._built
+    for command in configuration_log.COMMANDS:
+        assert configuration_log.HELD in logging.getLogger(f"fairseq_cli.{command}").filters
 
 
 @pytest.mark.end_to_end
