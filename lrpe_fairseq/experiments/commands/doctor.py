@@ -87,7 +87,10 @@ def disk() -> str:
 
 
 def training() -> str:
-    """Compare the gradients of a layer, on a GPU in half precision, with float64 on the CPU."""
+    """Compare the gradients of a layer, on a GPU in half precision, with float64 on the CPU.
+
+    Raises: ValueError for a wrong gradient, or for several GPUs without NCCL.
+    """
     import torch
 
     from lrpe_fairseq.attention.multihead import MultiheadAttention

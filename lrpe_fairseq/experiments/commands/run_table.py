@@ -156,6 +156,10 @@ def usual_scale(table: Table) -> str:
 
 
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
+    """Return the runs of the cells that the options name, in the order in which they run.
+
+    Raises: ValueError if there is none.
+    """
     table = table.at(options.scale)
     labels = options.rows or [row.label for row in table.rows]
     _check_options(options)

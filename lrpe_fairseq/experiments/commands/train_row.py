@@ -68,6 +68,7 @@ def train(run: TrainingRun) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line. Raises: ValueError for a seed below 1."""
     words = sys.argv[1:] if arguments is None else arguments
     # The scripts pass their table, which their users should not see in the help.
     script = SCRIPTS.get(words[0]) if words else None
@@ -91,6 +92,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> TrainingRun:
+    """Return the run of the row, with the changes of the command line.
+
+    Raises: ValueError for an unknown row, attention or setting.
+    """
     table = families.load_named(options.table)
     row = table.row(options.row)
     if options.attention not in row.attention:

@@ -177,7 +177,10 @@ def unpack(opener: Opener, target: Path, checksum: str = "") -> Path:
 
 @contextlib.contextmanager
 def readable(source: object) -> Iterator[None]:
-    """Turn the errors of a damaged file or archive into a UserError that names ``source``."""
+    """Turn the errors of a damaged file or archive into a UserError that names ``source``.
+
+    Raises: UserError.
+    """
     try:
         yield
     except (ValueError, EOFError, *COMPRESSED) as why:
@@ -189,7 +192,10 @@ def readable(source: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def zip_member(archive: Path, file: str) -> Iterator[IO[bytes]]:
-    """Open the archive member with this file name, in any folder of the archive."""
+    """Open the archive member with this file name, in any folder of the archive.
+
+    Raises: ValueError unless there is exactly one such member.
+    """
     with zipfile.ZipFile(archive) as zipped:
         members = [name for name in zipped.namelist() if PurePosixPath(name).name == file]
         if len(members) != 1:
@@ -220,6 +226,10 @@ def wanted(name: str, pattern: str) -> re.Match[str] | None:
 
 
 def _stored(file: str, folder: Path) -> Opener:
+    """Return what opens a file of a folder, plain or compressed.
+
+    Raises: UserError if it is in none of the forms.
+    """
     openers = {"": functools.partial(open, mode="rb"), ".gz": gzip.open, ".xz": lzma.open}
     openers[".zip"] = functools.partial(zip_member, file=file)
     for suffix, opener in openers.items():
@@ -232,7 +242,10 @@ def _stored(file: str, folder: Path) -> Opener:
 
 
 def _download(urls: Sequence[str], part: Path) -> None:
-    """Complete ``part`` from the first address that answers."""
+    """Complete ``part`` from the first address that answers.
+
+    Raises: UserError if no address answers.
+    """
     file = part.stem
     reason = "no URL is known"
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +267,10 @@ def _download(urls: Sequence[str], part: Path) -> None:
 
 
 def _resume(url: str, part: Path) -> None:
-    """Append the rest of ``url`` to ``part``; start again if the server supports no ranges."""
+    """Append the rest of ``url`` to ``part``; start again if the server supports no ranges.
+
+    Raises: OSError if the connection ends early.
+    """
     from tqdm import tqdm
 
     start = part.stat().st_size if part.is_file() else 0
@@ -377,6 +393,8 @@ def count_split(text: Path, prefix: Path) -> dict[str, int]:
     The two counts make perplexities of different tokenizations comparable: with a loss in bits
     per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``, and that of
     PG-19 ``2 ** (loss * tokens / words)``. ``words_with_eos`` adds one end of line per line.
+
+    Raises: UserError if text and binary form have different numbers of lines.
     """
     sizes = [len(line.split()) for line in read_lines(text)]
     binary = count_binary(prefix)

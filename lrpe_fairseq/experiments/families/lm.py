@@ -165,7 +165,10 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
 def _complete(
     name: str, measured: Run, data: Path, split: str, trained: int, source: Path
 ) -> dict[str, float]:
-    """Return the metrics of a protocol, which must have scored all tokens of the manifest."""
+    """Return the metrics of a protocol, which must have scored all tokens of the manifest.
+
+    Raises: RunFailed if it has not.
+    """
     protocol = Protocol.parse(name)
     tokens = manifest(data).get("splits", {}).get(split, {}).get("tokens")
     expected = protocol.count(tokens, trained) if tokens else measured["tokens"]

@@ -254,6 +254,10 @@ def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
 
 
 def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of tensors; integer ones must be equal.
+
+    Raises: ValueError if they are not.
+    """
     if tensors[0].is_floating_point():
         # In float64: a sum of half-precision weights would lose digits.
         return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)

@@ -193,6 +193,10 @@ class Protocol:
         }[self.kind]
 
     def _paired_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        """Yield the windows of ``paired`` and ``truncated``.
+
+        Raises: ValueError if the length or the text does not fit.
+        """
         block = LONGEST * trained
         if not trained <= self.length <= block:
             raise ValueError(
@@ -208,6 +212,10 @@ class Protocol:
             yield Window(end - self.length, end, end - trained)
 
     def _repeated_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        """Yield the windows of ``repeated``.
+
+        Raises: ValueError if the distance or the text does not fit.
+        """
         block = LONGEST * trained
         if not SPAN <= self.length <= block:
             raise ValueError(

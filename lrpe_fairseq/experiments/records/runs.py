@@ -132,13 +132,17 @@ def _is(value: Any, *types: type) -> bool:
 
 
 def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
+    """Check the type of a field. Raises: ValueError."""
     if not _is(value, *types):
         wanted = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"the run's field '{name}' must be {wanted}, not {type(value).__name__}")
 
 
 def _check_metrics(metrics: Run, protocols: Run) -> None:
-    """Check names and numbers, that ppl = 2^loss, and that protocols count equal tokens."""
+    """Check names and numbers, that ppl = 2^loss, and that protocols count equal tokens.
+
+    Raises: ValueError.
+    """
     measured = list(_leaves(metrics))
     if not measured:
         raise ValueError("the run's field 'metrics' holds no number")
@@ -156,13 +160,17 @@ def _check_metrics(metrics: Run, protocols: Run) -> None:
 
 
 def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None:
+    """Check that a perplexity is 2 to its loss, up to rounding. Raises: ValueError."""
     # Both come from one output: if they disagree, one was read wrongly.
     if None not in (loss, ppl) and not (loss < 1024 and math.isclose(2**loss, ppl, **ROUNDING)):
         raise ValueError(f"the run's metric {where} is {ppl}, not 2 to its loss of {loss}")
 
 
 def _check_tokens(split: str, protocols: Run) -> None:
-    """Check that protocols count equal tokens: the whole split, the paired, or the repeated."""
+    """Check that protocols count equal tokens: the whole split, the paired, or the repeated.
+
+    Raises: ValueError.
+    """
     counts = {name: numbers["tokens"] for name, numbers in protocols.items() if "tokens" in numbers}
     kinds: dict[str, set[int]] = {}
     for name, count in counts.items():

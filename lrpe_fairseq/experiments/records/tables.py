@@ -254,6 +254,10 @@ def file_name(name: str) -> str:
 
 
 def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
+    """Return the row or column of this name.
+
+    Raises: ValueError, which lists the names, if there is none.
+    """
     for item in items:
         if getattr(item, attribute) == name:
             return item

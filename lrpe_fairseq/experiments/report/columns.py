@@ -140,6 +140,7 @@ class ColumnView:
         return statistics.fmean(self._values(row))
 
     def _values(self, row: str) -> Iterable[float]:
+        """Return the values of a row over its seeds. Raises: KeyError without a value."""
         if not self.cells.get(row):
             raise KeyError(f"{self.table.name}, {self.column.key}: {row} has no value")
         return self.cells[row].values()

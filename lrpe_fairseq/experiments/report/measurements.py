@@ -117,6 +117,10 @@ def _measurement(
     prior: orders.Prior | None,
     primary: Iterable[tuple[str, str]],
 ) -> orders.Measurement:
+    """Return the measurement of columns that show the same.
+
+    Raises: ValueError if they do not agree.
+    """
     # A verdict needs one scale and one direction.
     kinds = {(view.kind, view.column.better) for view in views}
     if len(kinds) > 1:

@@ -28,6 +28,7 @@ def require(results: Results, table: Table) -> None:
 
 
 def _require_row(results: Results, table: Table, row: Row, attention: str) -> None:
+    """Check one row; see :func:`require`. Raises: ValueError."""
     tried = candidates(results, table, row, attention)
     of_row = chosen(table, {**table.options, **row.overrides})
     where = f"row {row.label} of table {table.name} ({attention} attention)"

@@ -96,7 +96,10 @@ class Sheet:
         return Scores(known, lost - set(known), {seed: selected[seed] for seed in known})
 
     def _selected(self, row: Row, column: Column) -> dict[int, str]:
-        """Return seed -> name of the run of a cell: the only one, or the best of ``best_over``."""
+        """Return seed -> name of the run of a cell: the only one, or the best of ``best_over``.
+
+        Raises: ValueError if two runs have one seed and one choice.
+        """
         ranks: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
         # Chosen on another split than shown: valid selects, test reports.
         judge = dataclasses.replace(column, **column.best_by)

@@ -85,7 +85,10 @@ class _Scorer:
         self._limited: Losses = {}  # with attention to the last T tokens
 
     def metrics(self, protocol: Protocol) -> Metrics:
-        """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
+        """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds.
+
+        Raises: ValueError if not every token of the protocol was scored.
+        """
         windows = list(protocol.windows(len(self.text), self.trained, self.starts))
         if protocol.kind == REPEATED:
             return self._gain(windows)
