@@ -142,14 +142,17 @@ def train_sentencepiece(
             sentence_iterator=(line for line in lines if line), model_writer=trained, **chosen
         )
     except RuntimeError as error:
-        # sentencepiece says the largest possible number in its error only.
-        largest = re.search(r"value <= (\d+)", str(error))
-        advice = f"at most {largest[1]}" if largest else f"another number ({error})"
         raise UserError(
-            f"sentencepiece cannot make {vocab_size} pieces: choose {option} {advice}."
+            f"sentencepiece cannot make {vocab_size} pieces: choose {option} {_possible(error)}."
         ) from None
     with atomic_write(model, "wb") as out:
         out.write(trained.getvalue())
+
+
+def _possible(error: RuntimeError) -> str:
+    """Return which numbers of pieces are possible; sentencepiece says it in its error only."""
+    largest = re.search(r"value <= (\d+)", str(error))
+    return f"at most {largest[1]}" if largest else f"another number ({error})"
 
 
 def encode(tokenizer: Tokenizer, source: Path, target: Path, threads: int = 1) -> None:
