@@ -78,6 +78,7 @@ def disk() -> str:
     """Require free space for checkpoints, and write permission."""
     probe = ROOT / "runs" / ".doctor"
     probe.parent.mkdir(exist_ok=True)
+    # Free space alone does not say that the folder can be written.
     probe.write_text("")
     probe.unlink()
     free = shutil.disk_usage(ROOT).free / 1e9
@@ -106,6 +107,7 @@ def training() -> str:
             choices = {"attention_type": attention, "position_encoding": name}
             layer = MultiheadAttention(128, 2, causal=True, **choices)
             grads = []
+            # 100 is no multiple of a block: the ends of kernels are tested too.
             x = torch.randn(2, 100, 128, dtype=dtype)
             for at, kind in ((device, dtype), ("cpu", torch.float64)):
                 layer.to(at, kind).zero_grad()

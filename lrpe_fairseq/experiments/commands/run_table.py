@@ -172,6 +172,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         selected = [run for run in selected if run.name in names]
     selected = with_data(selected, table, options.scale, options.datasets)
     if options.attention:  # in this order
+        # A lent machine may be taken away: what is asked for first runs first.
         kinds = {kind: place for place, kind in enumerate(options.attention)}
         selected = [run for run in selected if run.attention_type in kinds]
         selected.sort(key=lambda run: (run.seed, kinds[run.attention_type]))

@@ -67,6 +67,7 @@ def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]
 
     symbols: size of the vocabulary. Raises: ValueError if the text has other symbols.
     """
+    # Another dictionary would give keys that mean other n-grams.
     if len(text) and not 0 <= text.min() <= text.max() < symbols:
         raise ValueError(f"the text has symbols outside 0 to {symbols - 1}")
     keys = Keys(symbols)

@@ -106,6 +106,7 @@ def in_columns(table: Table, scale: str, seeds: Sequence[int], titles: Sequence[
     """Return the names of the runs that fill columns with these titles. Raises: ValueError."""
     _require(table, scale, "column", titles, [column.title for column in table.columns])
     keys = set(itertools.chain(*(c.mean_of or [c.key] for c in table.columns if c.title in titles)))
+    # A mean stands for the columns that it averages.
     columns = [column for column in table.columns if column.key in keys]
     return {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
 

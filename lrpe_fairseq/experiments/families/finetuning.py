@@ -151,6 +151,7 @@ class FinetuningRun(TrainingRun):
         model = model_options(self.checkpoint)
         attention, encoding = model["model.attention_type"], model["model.position_encoding"]
         choices = {"attention_type": attention, "position_encoding": encoding}
+        # The path names a row; the checkpoint there may be of another one.
         if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in choices.items()):
             raise ValueError(
                 f"the checkpoint has {attention} attention and the encoding {encoding}, not "

@@ -106,6 +106,7 @@ class EncoderDecoderRun(TrainingRun, ABC):
         words = super()._overrides(cell, yaml)
         chosen = OmegaConf.merge(yaml, OmegaConf.from_dotlist(list(words)))
         config = checkpoints.dotted({"model": OmegaConf.to_container(chosen.model)})
+        # Options that a table sets for all parts would reach stock cross-attention too.
         refused = {
             key for key in unread({CROSS: "none", **config}) if key.startswith("model.cross.")
         }
@@ -241,6 +242,7 @@ def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[st
 
 def hypotheses(output: str) -> dict[int, str]:
     """Return sentence number -> best translation in the output of fairseq-generate."""
+    # H-: hypothesis, with the number of the sentence; fairseq prints them by length.
     lines = (line.split("\t") for line in text_lines(output) if line.startswith("H-"))
     return {int(number.removeprefix("H-")): text for number, _, text in lines}
 

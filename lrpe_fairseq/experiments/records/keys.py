@@ -73,6 +73,7 @@ def key(table: Table, run: Run) -> Key:
 def key_at(table: Table, row: Row, column: Column) -> Key:
     """Return the key of the cell at ``row`` and ``column``."""
     fixed = table.fixed
+    # An encoder-decoder table varies one half; the other is the same in all cells.
     sides = [
         {**dict.fromkeys(HALVES, name), **({fixed["side"]: fixed[what]} if fixed else {})}
         for name, what in ((row.attention_in(column), "attention"), (row.encoding, "encoding"))
@@ -142,10 +143,12 @@ def unread(config: Mapping[str, Any]) -> set[str]:
     """
     unused = set()
     for section in ("model.", *(f"model.{part}." for part in PARTS)):
+        # Empty for a part that the model does not have.
         names = str(config.get(f"{section}position_encoding") or "")
         section_options = {
             name.removeprefix(section) for name in config if name.startswith(section)
         }
+        # Stock cross-attention reads none of our options.
         if section == CROSS and all(config.get(CROSS + n, v) == v for n, v in STOCK.items()):
             unused |= {section + name for name in section_options if names and name not in STOCK}
         elif names:

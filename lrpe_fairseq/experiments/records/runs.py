@@ -232,10 +232,12 @@ def with_evaluations(known: Run, measured: Run, data: dict[str, str]) -> Run:
             if protocol not in metrics.setdefault(split, {}):
                 metrics[split][protocol] = values
                 added[f"{split}.{protocol}"] = commit()
+    # An old run file without checksums gets none for its new part: they would speak for all of it.
     checksums = {"data": {**data, **known["data"]}} if "data" in known else {}
     return {
         **known,
         "metrics": metrics,
+        # A sentence that describes known numbers stays.
         "protocol": {**measured["protocol"], **known["protocol"]},
         "evaluated_later": added,
         **checksums,

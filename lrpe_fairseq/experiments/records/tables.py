@@ -332,5 +332,6 @@ def _faults_of_configs(table: Table) -> Iterator[str]:
 
 
 def _order(table: Table) -> tuple[bool, int, str]:
+    # table10 would come before table2 as text.
     number = re.fullmatch(r"table(\d+)", table.name)
     return (number is None, int(number[1]) if number else 0, table.name)

@@ -103,6 +103,7 @@ def encodings_table() -> str:
         linear = encoding.serves_linear
         both = not encoding.causal_only
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
+        # All types of LRPE have one entry.
         link = f"[`{name}`](#{FAMILY if _is_lrpe(name) else name})"
         row = [link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
         rows.append([*row, encoding.scales or "–"])
@@ -173,6 +174,7 @@ def _position(encoding: Encoding) -> str:
     else:
         distance = promised.relative_by
         sentence = f"{distance} only" if distance else POSITION[promised.relative]
+    # Beyond it, such as FIRE's threshold, the score knows more than the lag.
     if promised.relative_up_to is not None:
         sentence += f", up to position {promised.relative_up_to:,}"
     if encoding.reads_grid:
@@ -220,6 +222,7 @@ def weights(name: str) -> Tensor:
     tokens = tokens_of(x)
     gates = encoding.log_gates(x)
     if gates is not None:
+        # In float64, as attention sums them.
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
     transport, _ = encoding.transport(
         x, tokens.positions, tokens.padding, tokens.starts, history={}

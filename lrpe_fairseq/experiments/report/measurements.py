@@ -51,7 +51,9 @@ class Key(NamedTuple):
 def key_of(root: Path, table: Table, scale: str, dataset: str, column: Column) -> Key:
     """Return the key of a column."""
     path = column.config or table.scales[scale]
+    # Not the row's overrides: rows of one measurement differ in them.
     chosen = {**table.options, **column.overrides}
+    # Tables name only the options that they vary; the YAML has the rest.
     training = (str(chosen.get(name, _stated(root / path, name))) for name in TRAINING)
     # A mean is named by all that it averages.
     parts = [table.column(name) for name in column.mean_of] or [column]
@@ -73,6 +75,7 @@ def key_of(root: Path, table: Table, scale: str, dataset: str, column: Column) -
 @functools.lru_cache(maxsize=4096)
 def _stated(path: Path, name: str) -> Any:
     """Return what a configuration says of an option, over its bases; None if it says nothing."""
+    # A configuration that was deleted since: its runs remain.
     if not path.exists():
         return None
     return OmegaConf.select(_composed(path), name)

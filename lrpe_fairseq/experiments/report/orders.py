@@ -259,6 +259,7 @@ class Measurement:
 
     def verdict(self, a: str, b: str) -> Verdict:
         """Return the verdict on row ``a`` against row ``b``."""
+        # Pages ask for a pair many times, and a t quantile is slow.
         if (a, b) not in self._known:
             self._known[a, b] = self._verdict(a, b)
         return self._known[a, b]
@@ -269,6 +270,7 @@ class Measurement:
         if math.isnan(gap):
             return Verdict(UNRESOLVED, gap, -math.inf, math.inf, unit.name)
         middle = (self._means[a] + self._means[b]) / 2
+        # Both ends in the reader's units: intervals of percent and points are not symmetric.
         size, low, high = (effect(self.kind, middle, gap + s * half) for s in (0, -1, 1))
         # Equality is tested first: a difference may be certain and still not matter.
         if max(-low, high) <= unit.margin:
@@ -335,6 +337,7 @@ def _variances(
     first, second = np.triu_indices(len(rows), 1)
     gaps = values[first] - values[second]
     count = (~np.isnan(gaps)).sum(1)
+    # One common seed has no variance.
     several = count > 1
     first = first[several]
     second = second[several]
@@ -342,6 +345,7 @@ def _variances(
     freedom = count[several] - 1.0
     if not len(gaps):
         return first, second, np.array([]), freedom
+    # nan where a row lacks a seed.
     rest = gaps - np.nanmean(gaps, axis=1, keepdims=True)
     variances = np.nansum(rest**2, axis=1) / freedom
     # Equal rows would have a logarithm of minus infinity.

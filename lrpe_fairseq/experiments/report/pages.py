@@ -44,6 +44,7 @@ def pages(root: Path) -> dict[str, str]:
         # Before anything is shown: a row with another rate than its selection found is no fair
         # row.
         selection.require(results, table)
+        # Small tables of settings share a page.
         by_page.setdefault(table.page or table.name, []).append(table)
         texts[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
     for name, tables in by_page.items():
@@ -69,6 +70,7 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     return {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
+        # A picture of two rows says less than the table.
         if has_picture(views)
     }
 
@@ -144,6 +146,7 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     verdicts = view.against(base)
     # In the order of VERDICTS.
     counts = [f"{len(rows)} {name}" for name, rows in verdicts.items() if rows]
+    # What would have shown matters as much as what has: it says how much the page knows.
     unresolved = (view.verdict(row, base) for row in verdicts[orders.UNRESOLVED])
     visible = [
         verdict.visible
@@ -194,6 +197,7 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
     groups: dict[tuple[float, bool], list[ColumnView]] = {}
     for view in known:
         if not view.beats_ngrams:
+            # Columns of equal n-grams share a sentence.
             key = view.yardstick["ppl"], _models(view) in learned
             groups.setdefault(key, []).append(view)
     lines = []
@@ -362,6 +366,7 @@ def _against_paper(views: Iterable[ColumnView]) -> list[ColumnView]:
 
 def _draw(path: Path, views: list[ColumnView]) -> None:
     """Draw our numbers over the published ones, or else all rows of every column."""
+    # Where a paper has numbers, the question is whether ours follow them.
     if paper := _against_paper(views):
         plots.points(path, [_panel_against_paper(view) for view in paper])
     else:

@@ -151,6 +151,7 @@ def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, li
     rows = math.ceil(len(panels) / columns)
     figure = blank(width * columns, height * rows)
     every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    # An odd number of panels leaves an empty one.
     for unused in every[len(panels) :]:
         unused.remove()
     for axes, panel in zip(every, panels, strict=False):
@@ -210,6 +211,7 @@ def lines(path: Path, panels: Sequence[Panel], mark: float, most: float) -> None
     handles: dict[str, Any] = {}
     for axes, panel in zip(every, panels, strict=True):
         for method, curve in panel.rows.items():
+            # One entry per method in the legend, although several panels show it.
             handles.setdefault(method, _line(axes, shown[method], curve))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
@@ -243,6 +245,7 @@ def _line(axes: Any, shown: Mapping[str, Any], curve: Sequence[Point]) -> Any:
 
 def _scale(axes: Any, values: Sequence[float], kind: str, which: str) -> None:
     """Make an axis of perplexities logarithmic if they differ much."""
+    # One row that fails would press all others into a corner.
     if kind == "perplexity" and max(values) > LONG * min(values):
         _logarithmic(axes, which, values)
 

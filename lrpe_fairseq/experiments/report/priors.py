@@ -22,6 +22,7 @@ RELEASE = re.compile(r"\d+(\.\d+)*")
 
 def load(root: Path) -> dict[str, Prior]:
     """Return the priors of the last release, by the text of the measurement's key."""
+    # Older releases stay: their pages can be made again.
     files = sorted((root / FOLDER).glob("*.json"), key=_order)
     listed = read_json(files[-1])["priors"] if files else {}
     return {key: Prior(*values) for key, values in listed.items()}

@@ -78,6 +78,7 @@ class Sheet:
             return Scores()
         if column.mean_of:
             parts = [self.scores(row, self.table.column(key)) for key in column.mean_of]
+            # A mean over some of its columns would be another measure.
             seeds = sorted(set.intersection(*map(set, parts)))
             means = {seed: statistics.fmean(part[seed] for part in parts) for seed in seeds}
             names = {seed: "+".join(part.names[seed] for part in parts) for seed in seeds}
@@ -149,6 +150,7 @@ def sheets(table: Table, runs: Mapping[str, Run]) -> list[Sheet]:
     Raises: ValueError if runs of a group differ in an option of ``table.same``, or in their data.
     """
     groups: dict[tuple[str, str], dict[str, Run]] = {}
+    # By name, so that a page does not depend on the order of the files.
     for name, run in sorted(runs.items()):
         if filled(table, run):
             # Columns that name their data stand beside each other in one group.

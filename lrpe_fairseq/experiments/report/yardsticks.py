@@ -61,6 +61,7 @@ class Yardsticks:
     def _beside(self, model: Run) -> Run | None:
         """Return the n-grams of as many tokens as a model has read, or of the whole corpus."""
         config = model["config"]
+        # A masked model predicts from both sides; n-grams are no yardstick for it.
         if not str(config.get("model._name", "")).startswith(MODELS):
             return None
         # Tokens that were read: updates times tokens over all processes.

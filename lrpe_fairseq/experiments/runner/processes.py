@@ -136,6 +136,7 @@ def written_by(run: Shell, out: Path, *words: object) -> dict[str, Any]:
     """
     # A file of an earlier call must not pass for the result of one that fails.
     out.unlink(missing_ok=True)
+    # Relative paths keep logs the same on every machine.
     plain = [relative(w) if isinstance(w, Path) else str(w) for w in (*words, "--out", out)]
     run([sys.executable, "-m", "lrpe_fairseq.experiments", *plain], out.with_suffix(".log"))
     return read_json(out)

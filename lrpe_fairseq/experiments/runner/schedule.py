@@ -107,6 +107,7 @@ class Schedule:
             threading.Thread(target=self._work, args=(devices,), daemon=True)
             for devices in self._devices[: len(self._runs)]
         ]
+        # Slurm and service managers send SIGTERM, a user Ctrl-C.
         with _terminated_like_interrupted():
             try:
                 for thread in threads:
@@ -164,6 +165,7 @@ class Schedule:
         seconds = time.monotonic() - begun
         with self._guard:
             self._done += 1
+            # Runs of a table take about as long as each other.
             self._longest = max(self._longest, seconds)
             self._finished(run)
         self._say(run, f"finished after {format_duration(seconds)}")
@@ -235,6 +237,7 @@ def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
     gpus = torch.cuda.device_count()
     if (gpus_per_run or 0) > gpus:
         raise ValueError(f"a run cannot have {gpus_per_run} GPUs: there are {gpus}")
+    # One run has all GPUs: fairseq distributes it.
     if not gpus or (parallel == 1 and not gpus_per_run):
         return [Devices(threads)] * parallel
     each = gpus_per_run or 1

@@ -92,6 +92,7 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
     """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        # The command line comes before the file.
         settings |= {key: value for key, value in chosen.items() if value is not None}
         Site(**settings)
     except (TypeError, yaml.YAMLError) as error:
@@ -135,6 +136,7 @@ def submit(
     """
     require_sbatch()
     folder = root / "runs" / table / "slurm"
+    # sbatch does not make the folder of its logs, and the job would fail without a word.
     folder.mkdir(parents=True, exist_ok=True)
     # The same Python: a job has no activated environment.
     runner = [sys.executable, "-m", "lrpe_fairseq.experiments", "run_table", *arguments]

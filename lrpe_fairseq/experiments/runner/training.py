@@ -352,11 +352,13 @@ class TrainingRun(ABC):
                 self.train(children, devices, lock, say)
             except Diverged as error:
                 say(f"{error}; the run file says so")
+                # A result, not an error: the page then says that the row diverged.
                 measured = run.lost()
             else:
                 checkpoints.require_best(self.checkpoints)
                 measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
+            # After the run file: until then the training can be evaluated again.
             self._remove_periodic()
         return True
 
