@@ -111,7 +111,7 @@ setup(
         ],
         # `make site`: the pages, and the scripts of its explorer (DataTables from itables).
         "site": [
-            "sphinx>=8",
+            "sphinx>=8,<11",
             "myst-parser>=4",
             "furo",
             "latex2mathml",

@@ -3,9 +3,10 @@
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))  # mathml
 
@@ -19,6 +20,7 @@ exclude_patterns = ["raw"]
 html_theme = "furo"
 html_math_renderer = "mathml"
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
 html_extra_path = ["raw"]
 html_css_files = ["site.css"]
 html_show_copyright = False
@@ -81,13 +83,15 @@ def escaped(line: str) -> str:
     )
 
 
-def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _docstring(
+    app: "Sphinx", what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     # napoleon takes "text: text" in the first line of an attribute for its type
     first = [""] if what in ("attribute", "data", "property") else []
     lines[:] = [*first, *for_sphinx(lines)]
 
 
-def _explorer(app: Sphinx, page: str, template: str, context: Any, tree: Any) -> None:
+def _explorer(app: "Sphinx", page: str, template: str, context: Any, tree: Any) -> None:
     """Add the scripts of the explorer to its page only."""
     if page == "explore":
         for name in STYLES:
@@ -96,7 +100,7 @@ def _explorer(app: Sphinx, page: str, template: str, context: Any, tree: Any) ->
             app.add_js_file(name, loading_method="defer")
 
 
-def setup(app: Sphinx) -> None:
+def setup(app: "Sphinx") -> None:
     """Connect what is configured above."""
     app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon
     app.connect("html-page-context", _explorer)

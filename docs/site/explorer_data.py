@@ -19,6 +19,15 @@ FIELDS = (
     "seeds", "paper", "context",
 )  # fmt: skip
 """What a line has, in this order."""
+METRICS = {
+    "accuracy": "accuracy in %",
+    "beyond-window": "nats per token",
+    "bleu": "BLEU",
+    "delta": "nats per token",
+    "gain": "nats per token",
+    "ppl": "perplexity",
+}
+"""What a number is, where the title of its column need not say it."""
 PAIRED = re.compile(r"paired-(\d+)")
 """The protocol of curves by context: the same tokens for every context."""
 
@@ -78,8 +87,9 @@ def _line(results: Results, cell: Any) -> list[Any]:
 
 def measure(table: Table, column: Column) -> str:
     """Return what a column measures, in words that no other column of its attention has."""
-    length = context(column)
+    length, word = context(column), METRICS.get(column.metric, "")
     named = f"perplexity at {length}" if length else column.title
+    named += "" if word in named else f", {word}"
     titles = Counter((other.attention, other.title) for other in table.columns)
     return named if titles[column.attention, column.title] == 1 else f"{named} ({column.key})"
 

@@ -16,7 +16,6 @@ sys.path.insert(0, str(HERE))
 
 import explorer_data  # noqa: E402
 import staging  # noqa: E402
-from sphinx.cmd.build import main as sphinx_build  # noqa: E402
 
 from lrpe_fairseq.experiments.report.frame import Results  # noqa: E402
 
@@ -32,14 +31,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, default=ROOT / "build" / "site-source")
     options = parser.parse_args(arguments)
     prepare(ROOT, options.source)
-    shutil.rmtree(options.output, ignore_errors=True)
-    flags = ["-W", "--keep-going", "-q", "-b", "html"]
-    doctrees = options.source.with_name(f"{options.source.name}-doctrees")
-    shutil.rmtree(doctrees, ignore_errors=True)
-    status = sphinx_build([*flags, "-d", str(doctrees), str(options.source), str(options.output)])
+    status = build(options.source, options.output)
     if not status:
         print(f"open {options.output / 'index.html'}")
     return status
+
+
+def build(source: Path, output: Path) -> int:
+    """Build what :func:`prepare` wrote; return the status of Sphinx, not 0 after a warning."""
+    from sphinx.cmd.build import main as sphinx_build
+
+    doctrees = source.with_name(f"{source.name}-doctrees")
+    for folder in (output, doctrees):
+        shutil.rmtree(folder, ignore_errors=True)
+    flags = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(doctrees)]
+    return sphinx_build([*flags, str(source), str(output)])
 
 
 def prepare(root: Path, source: Path) -> None:
