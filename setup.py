@@ -99,6 +99,7 @@ setup(
             "ruff",
             "selenium",  # the explorer of the site, in a browser
             "triton; sys_platform == 'linux'",
+            "vulture",
         ],
         # Tables, pages and pictures; training and evaluation need none of these.
         "experiments": [
