@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing import Any
 
 import pandas as pd
-
 from lrpe_fairseq.experiments.records.layout import Column, Table
 from lrpe_fairseq.experiments.report.frame import Results
 
