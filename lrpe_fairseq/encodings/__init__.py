@@ -104,6 +104,7 @@ ENCODINGS: dict[str, Constructor] = {
     "stick-breaking": StickBreaking,
     "tape": TAPE,
 }
+"""Name on the command line -> constructor, of every encoding with an entry of its own."""
 
 WRAPPERS = ("gated", "path", "selective")
 """The prefixes of composed names whose rest is a name."""

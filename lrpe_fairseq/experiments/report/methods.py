@@ -44,6 +44,7 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
         parts += [normalizer] if normalizer != "rotated" else []
     cross = "model.cross.position_encoding"
     parts += ["with cross-attention"] if options.get(cross) != usual.get(cross) else []
+    # What all rows have is said once, above the table.
     changed = {k: v for k, v in options.items() if k not in UNNAMED and v != usual.get(k)}
     parts += [short(k) if v is True else f"{short(k)} {v}" for k, v in changed.items()]
     return ", ".join(parts)
