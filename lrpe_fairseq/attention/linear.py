@@ -535,6 +535,13 @@ def _log_served(form: str, q: Tensor) -> None:
     loader.log_served("linear attention", form, q.device.type)
 
 
+def divided(
+    numerator: Tensor, denominator: Tensor | None, dtype: torch.dtype, normalizer: str
+) -> Tensor:
+    """Return the quotient (B, H, T, E) in ``dtype``, as all forms of this module compute it."""
+    return _narrow(_divide(numerator, denominator), dtype, normalizer)
+
+
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
     if denominator is None:
         return numerator

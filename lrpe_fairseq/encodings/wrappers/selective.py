@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.core.history import causal_filter
+from lrpe_fairseq.encodings.core.history import Earlier, causal_filter
 from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import undecayed
 from lrpe_fairseq.encodings.core.positions import exact_type
@@ -73,8 +73,11 @@ class Increments(nn.Module):
         if padding is not None:
             steps = steps.masked_fill(padding[:, None, :, None], 0.0)
         places = steps.to(exact_type(x.device), memory_format=torch.contiguous_format).cumsum(2)
-        if "places" in history:
-            places = places + history["places"].unsqueeze(2)
+        before = history.get("places")
+        if isinstance(before, Earlier):
+            before = before.total(places[:, :, -1])
+        if before is not None:
+            places = places + before.unsqueeze(2)
         last = places[:, :, -1] if x.shape[1] else history.get("places", places.sum(2))
         return places, {"tail": tail, "places": last}
 
