@@ -14,10 +14,26 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from lrpe_fairseq.experiments import report
-from lrpe_fairseq.experiments.families import in_columns, load_named, runs, with_data
+from lrpe_fairseq.experiments.families import (
+    config_of,
+    in_columns,
+    load_named,
+    runs,
+    with_data,
+)
+from lrpe_fairseq.experiments.families.float16 import divides_by_almost_zero
+from lrpe_fairseq.experiments.records import precision
 from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
-from lrpe_fairseq.experiments.records.files import ROOT, atomic_write, relative, require_writable
+from lrpe_fairseq.experiments.records.files import (
+    ROOT,
+    atomic_write,
+    load_config,
+    relative,
+    require_writable,
+)
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.runs import bases_in
 from lrpe_fairseq.experiments.runner import schedule, slurm
@@ -38,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     options, begun = _parse(given), time.monotonic()
     table = load_named(options.table)
     options.scale = options.scale or usual_scale(table)
+    if options.precision:
+        table, options.scale = _in_precision(table, options.scale, options.precision)
     chosen = _select(table, options)
     if options.status or options.dry_run:
         return _show(chosen, options)
@@ -46,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.slurm:
         slurm.require_sbatch()
     else:
-        schedule.shares(min(options.jobs, len(chosen)), options.gpus)  # before data are prepared
+        _require_devices(chosen, options)  # before data are prepared
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
     return _submit(chosen, options, given) if options.slurm else _run_here(chosen, options, begun)
@@ -129,6 +147,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="seeds 1 to N, unless the table has seeds",
     )
     add("--scale", help="a scale of the table (default: small, or its first without one)")
+    add(
+        "--precision",
+        choices=tuple(precision.FLAGS),
+        help="of the trainings (default: that of the scale); another one is a scale of its own",
+    )
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
     add("--gpus", type=int, metavar="G", help="GPUs per run (default: all with --jobs 1, else 1)")
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
@@ -149,6 +172,42 @@ def usual_scale(table: Table) -> str:
     return SCALE if SCALE in table.scales else next(iter(table.scales))
 
 
+def _in_precision(table: Table, scale: str, wanted: str) -> tuple[Table, str]:
+    """Return the table and the name of one of its scales in another precision.
+
+    Raises: ValueError for a table that compares precisions itself.
+    """
+    if set(table.options) & set(precision.FLAGS[wanted]):
+        raise ValueError(
+            f"the columns of table {table.name} differ in precision: leave out --precision"
+        )
+    if precision.of_config(load_config(config_of(table, scale))) == wanted:
+        return table, scale
+    name = precision.in_precision(scale, wanted)
+    return table.with_scales([name]), name
+
+
+def _require_devices(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> None:
+    """Raise ValueError if this machine cannot train in parallel, or in the precision, as asked."""
+    schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+    if options.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+
+
+def _require_float16(chosen: Sequence[TrainingRun]) -> None:
+    """Refuse what float16 cannot train: runs whose denominator is often close to zero.
+
+    Raises: ValueError, which names their rows.
+    """
+    lost = {run.label for run in chosen if divides_by_almost_zero(run)}
+    if lost:
+        raise ValueError(
+            f"linear attention of {', '.join(sorted(lost))} divides by a denominator that is often "
+            "near zero, so float16 gradients overflow: train these rows with --precision bf16 or "
+            "fp32, and the others with --rows"
+        )
+
+
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     table = table.at(options.scale)
     labels = options.rows or [row.label for row in table.rows]
@@ -164,6 +223,8 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         kinds = {kind: place for place, kind in enumerate(options.attention)}
         found = [run for run in found if run.attention_type in kinds]
         found.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
+    if options.precision == "fp16":
+        _require_float16(found)
     if not found:
         raise ValueError(
             f"no cell of table {table.name} has these --rows, --columns, --attention and "

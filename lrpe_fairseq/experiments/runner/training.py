@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, precision, runs
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.layout import Table
@@ -88,7 +88,8 @@ class TrainingRun(ABC):
         yaml = load_config(config)
         data = ROOT / folders.data_home(yaml.task.data)
         if cls.data_name and cell.dataset:
-            data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=scale)
+            base, _ = precision.parted(scale)
+            data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=base)
         rates: list[Any] = [""]
         if "{lr}" in cls.run_name:
             rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
@@ -108,7 +109,7 @@ class TrainingRun(ABC):
                 scale=scale,
                 folder=ROOT / "runs" / table.name / name,
                 result=ROOT / "results" / "runs" / table.name / f"{name}.json",
-                overrides=(*rate, *cls._overrides(cell, yaml)),
+                overrides=(*rate, *cls._overrides(cell, yaml), *precision.overrides(scale, yaml)),
                 evaluations=tuple(dict.fromkeys([*cls.always, *cell.evaluations])),
                 **cls.fields_of(table),
             )
