@@ -404,7 +404,7 @@ def _part(
 ) -> tuple[Tensor, Tensor | None]:
     """Return numerator (B, H, T, E) and denominator (B, H, T), float32 or wider."""
     wide = torch.promote_types(v.dtype, torch.float32)
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if with_denominator else v
+    v = _with_ones(v) if with_denominator else v
     masks = {"key_padding_mask": key_padding_mask, "starts": starts}
     options = {"normalizer": "none", "log_decay": log_decay, "dtype": wide}
     out = linear_attention(q, k, v, causal=True, **options, **masks)
@@ -467,7 +467,7 @@ def _carried_part(
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     q, k, v = q.to(wide), _shown(k, key_padding_mask).to(wide), v.to(wide)
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if with_denominator else v
+    v = _with_ones(v) if with_denominator else v
     width, before = v.shape[-1], torch.eye(k.shape[-1], dtype=wide, device=k.device)
     before = F.pad(before, (width, 0)).expand(*k.shape[:2], -1, -1)
     log_decay = _with_cuts(q, log_decay, key_padding_mask, starts)
@@ -479,6 +479,17 @@ def _carried_part(
         state = own[..., width:] @ state + own[..., :width]
     out = out[..., :width] + out[..., width:] @ state
     return (out[..., :-1], out[..., -1]) if with_denominator else (out, None)
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    """Return v (B, H, T, E) with a last feature of 1, stored time first if v is.
+
+    Dropout after the layer draws in the order of memory, as on one device.
+    """
+    ones = torch.ones_like(v[..., :1])
+    if v.stride(2) <= v.stride(0):
+        return torch.cat([v, ones], -1)
+    return torch.cat([x.movedim(2, 0) for x in (v, ones)], -1).movedim(0, 2)
 
 
 def _with_cuts(

@@ -232,7 +232,7 @@ def _codes(module: nn.Module) -> list[nn.Module]:
     return [part.code for part in module.modules() if isinstance(part, SPE)]
 
 
-OF_PASS = ("positions", "memory_positions", "query_padding", "starts", "drawn")
+OF_PASS = ("positions", "memory_positions", "query_padding", "starts", "drawn", "sequence")
 """Attributes of :class:`Given` and of SPE's codes that belong to one forward pass."""
 
 
