@@ -36,7 +36,7 @@ from lrpe_fairseq.experiments.records.files import (
 )
 from lrpe_fairseq.experiments.records.layout import Table
 from lrpe_fairseq.experiments.records.runs import bases_in
-from lrpe_fairseq.experiments.runner import schedule, slurm
+from lrpe_fairseq.experiments.runner import estimate, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -57,8 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.precision:
         table, options.scale = _in_precision(table, options.scale, options.precision)
     chosen = _select(table, options)
+    if options.slurm and options.dry_run:
+        return _show_jobs(chosen, options, given)
     if options.status or options.dry_run:
         return _show(chosen, options)
+    if options.on:
+        return estimate.by_arithmetic(chosen, options.on)
     if options.array_task is not None:
         return _run_task(chosen, options)
     if options.slurm:
@@ -67,6 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
         _require_devices(chosen, options)  # before data are prepared
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
+    if options.estimate:
+        (devices, *_) = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+        return estimate.by_measurement(chosen, devices, print)
     return _submit(chosen, options, given) if options.slurm else _run_here(chosen, options, begun)
 
 
@@ -121,11 +128,40 @@ def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: l
     if not tasks:
         print("all runs are already finished")
         return report.render(options.table)
-    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
-    site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
-    own = [word for word in given if word != "--slurm"]
-    job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
+    job = slurm.submit(_planned(tasks, _site(options), options.table, given))
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
+    return 0
+
+
+def _site(options: argparse.Namespace) -> slurm.Site:
+    """Return the settings of the cluster, with those of the command line."""
+    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
+    return slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
+
+
+def _planned(
+    tasks: Sequence[int], site: slurm.Site, table: str, given: Sequence[str]
+) -> slurm.Plan:
+    """Return the jobs of the elements ``tasks``; given: the words of the command line."""
+    own = [word for word in given if word not in ("--slurm", "--dry-run")]
+    return slurm.planned(ROOT, table, [*own, "--nodes", str(site.nodes)], tasks, site)
+
+
+def _show_jobs(
+    chosen: Sequence[TrainingRun], options: argparse.Namespace, given: Sequence[str]
+) -> int:
+    """Print the jobs that ``--slurm`` would submit, and how each run divides an update."""
+    tasks = [index for index, run in enumerate(chosen) if not run.finished()]
+    if not tasks:
+        print("all runs are already finished")
+        return 0
+    site = _site(options)
+    processes = max(1, site.gpus_per_node) * site.nodes
+    print(_planned(tasks, site, options.table, given))
+    print(f"element  run  processes (--nodes {site.nodes} x {max(1, site.gpus_per_node)})  update")
+    for index in tasks:
+        print(f"{index}  {chosen[index].name}  {chosen[index].divided(processes)}")
+    print(f"{len(tasks)} of {len(chosen)} runs; nothing was submitted")
     return 0
 
 
@@ -157,8 +193,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--minutes", type=float, metavar="M", help="end after M minutes; the most important first")
     add("--pack", type=Path, metavar="FILE.tar", help="put the new run files there; no pages")
-    add("--dry-run", action="store_true", help="print the training commands only")
-    add("--status", action="store_true", help="print the progress of every run")
+    add("--dry-run", action="store_true", help="print the training commands, or the jobs")
+    add("--status", action="store_true", help="print the progress of every run, and the time left")
+    add(
+        "--estimate",
+        action="store_true",
+        help=f"train {estimate.UPDATES} updates of every cell; print hours, memory and disk",
+    )
+    add("--on", metavar="CARDxN", help="with --estimate: by arithmetic, on devices like v100x8")
     cluster = parser.add_argument_group("Slurm", "settings of your cluster: configs/slurm.yaml")
     cluster.add_argument("--slurm", action="store_true", help="submit the runs as one job array")
     for name, kind in SITE_OPTIONS.items():
@@ -248,6 +290,12 @@ def _check_options(options: argparse.Namespace) -> None:
             "--gpus, --jobs, --minutes and --pack are for this machine: with --slurm, use "
             "--gpus-per-node, --time, and running in configs/slurm.yaml"
         )
+    if options.on and not options.estimate:
+        raise ValueError("--on needs --estimate")
+    if options.estimate and options.slurm:
+        raise ValueError(
+            "--estimate measures this machine: run it in a job on one node, or add --on v100x8"
+        )
     if options.pack:
         require_writable(options.pack.absolute().parent, "--pack", options.pack)
 
@@ -262,4 +310,5 @@ def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
         print(f"{name}: {told}")
     counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    print(estimate.time_left(chosen))
     return 0

@@ -253,6 +253,16 @@ class TrainingRun(ABC):
             )
         return part
 
+    def divided(self, processes: int) -> str:
+        """Return in words how processes share an update, as :meth:`usable` chooses them."""
+        settings, count = self.settings(), processes
+        while count > 1 and not machine.division(settings, count):
+            count -= 1
+        parts = machine.divided(settings, count) if count > 1 else {}
+        parts = parts or {"optimization.update_freq": str(list(settings.optimization.update_freq))}
+        said = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in parts.items())
+        return f"{count} of {processes} processes, world size {count}, {said}"
+
     def prepare_data(self, source: Path | None = None) -> None:
         """Prepare the data if they are missing, from ``source`` or the network."""
         folders.prepare(self.data, self.preparation_of(self.data), source)
