@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import io
 import logging
+import os
 import sys
 import tarfile
 import time
@@ -281,6 +282,17 @@ def gather_predictions() -> None:
     replace_once(distributed_utils, "all_gather_list", _gather_objects)
 
 
+def join_the_processes_of_torchrun() -> None:
+    """Let ``torchrun fairseq-train`` start one training in several processes, on CPUs too.
+
+    Break: fairseq reads the group that torchrun describes in the environment only where it sees
+    several GPUs, and divides by the number of GPUs. Processes on CPUs, or with one GPU each, train
+    unrelated models in one folder. The fix joins the group in every case, and chooses gloo and
+    ``legacy_ddp`` without GPUs; the update has the tokens of all processes.
+    """
+    replace_once(distributed_utils, "infer_init_method", _infer_from_torchrun)
+
+
 def resume_where_the_data_were_left() -> None:
     """Resume at the right place in the data with other processes or batch sizes, or refuse to;
     also refuse to resume with another encoding or attention.
@@ -420,6 +432,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     refuse_unsafe_archives,
     measure_training_time_monotonically,
     gather_predictions,
+    join_the_processes_of_torchrun,
     resume_where_the_data_were_left,
     resume_in_the_same_order,
     save_the_state_of_every_process,
@@ -665,6 +678,24 @@ def _set_masters(optimizer: Any, values: list[torch.Tensor]) -> None:
     for master, value in zip(_masters(optimizer), values, strict=True):
         master.data.copy_(value)
     optimizer._sync_fp32_params_to_fp16()
+
+
+OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+
+
+def _infer_from_torchrun(original: Callable, cfg: Any, *args: Any, **kwargs: Any) -> None:
+    joined = all(name in os.environ for name in OF_TORCHRUN)
+    alone = not joined or int(os.environ["WORLD_SIZE"]) == 1
+    if alone or cfg.tpu or cfg.distributed_init_method is not None:
+        original(cfg, *args, **kwargs)
+        return
+    cfg.distributed_init_method = "env://"
+    cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
+    cfg.distributed_rank = int(os.environ["RANK"])
+    cfg.distributed_no_spawn = True
+    cfg.device_id = int(os.environ["LOCAL_RANK"]) if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        cfg.distributed_backend, cfg.ddp_backend = "gloo", "legacy_ddp"
 
 
 def _gather_objects(

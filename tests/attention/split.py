@@ -4,6 +4,7 @@
 starting processes takes longer than computing.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parallel import sequence_parallel
@@ -19,6 +23,7 @@ from lrpe_fairseq.encodings import QueryKeyEncoding
 from tests.test_every_encoding import NAMES, encoding_of, parts_of
 
 BATCH, WIDTH, HEADS = 2, 16, 2
+SHARDED = "fully_shard"
 LENGTH = 13
 """Neither 2 nor 4 divides it."""
 
@@ -184,6 +189,51 @@ def differences(case: Case) -> dict[str, float]:
     return errors
 
 
+class Block(nn.Module):
+    """A layer of plain modules, as FSDP2 shards them."""
+
+    def __init__(self, attention_type: str, name: str) -> None:
+        super().__init__()
+        options = {"attention_type": attention_type, "position_encoding": name, "causal": True}
+        self.attention = MultiheadAttention(WIDTH, HEADS, normalizer="layernorm", **options)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        return x + self.out(self.attention.attend(x)[0])
+
+
+BLOCKS = (("linear", "lrpe-type2"), ("softmax", "fox"), ("linear", "path"), ("softmax", "t5"))
+
+
+def sharded_differences(rank: int, size: int) -> dict[str, float]:
+    """The largest errors of gradients under ``fully_shard``: of rows, and of parts of a text."""
+    x = torch.randn(
+        size, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    whole = _blocks()
+    whole(x).sin().sum().backward()
+    found, mesh = {}, init_device_mesh("cpu", (size,))
+    for what in ("rows", "text"):
+        model = _blocks()
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        with contextlib.ExitStack() as stack:
+            own = x[rank : rank + 1]
+            if what == "text":
+                own = stack.enter_context(sequence_parallel(length=LENGTH)).part(x)
+            model(own).sin().sum().backward()
+        pairs = zip(model.parameters(), whole.parameters(), strict=True)
+        errors = (ours.grad.full_tensor() * size - theirs.grad for ours, theirs in pairs)
+        found[what] = max(error.abs().max().item() for error in errors)
+    return found
+
+
+def _blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(*pair) for pair in BLOCKS)).double()
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     """Compute the cases that ``cases.json`` names, and write the errors of this rank."""
     torch.set_num_threads(1)
@@ -196,6 +246,7 @@ def main(rank: int, size: int, folder: Path) -> None:
             found[name] = differences(CASES[name])
         except Exception as error:  # all ranks fail alike, or the test ends
             found[name] = {f"{type(error).__name__}: {error}": float("inf")}
+    found[SHARDED] = sharded_differences(rank, size)
     (folder / f"{size}-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -86,6 +86,13 @@ def test_linear_attention_sends_a_state_and_softmax_attention_all_keys():
     assert sent_per_token("none", "softmax", 512) == 2 * 4 * heads * 2 * width / 2
 
 
+@pytest.mark.parametrize("what", ["rows", "text"])
+def test_fully_sharded_plain_modules_have_the_gradients_of_whole_ones(what, errors):
+    for size in SIZES:
+        for found in errors[size]:
+            assert found[split.SHARDED][what] < 1e-12
+
+
 # --- what cannot be split ----------------------------------------------------------------------
 
 

@@ -2,7 +2,10 @@
 
 import shlex
 import signal
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
     build,
+    environment,
     run_here,
     saved,
     side_by_side,
@@ -143,3 +147,15 @@ def test_a_model_that_is_built_for_several_processes_computes_a_whole_text_alone
         model, _, _ = build(corpus, SMALL, MODELS["hybrid"], f"--sequence-parallel {ranks}")
         outs.append(model.eval()(tokens)[0])
     torch.testing.assert_close(*outs, rtol=0, atol=0)
+
+
+@pytest.mark.exhaustive
+def test_torchrun_starts_one_training_whose_processes_share_a_text(corpus, tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    run_here("fairseq_cli.train", *command(corpus, alone, "hybrid"))
+    programs = Path(sys.executable).parent
+    launch = [programs / "torchrun", "--standalone --nproc-per-node 2", programs / "fairseq-train"]
+    given = words([*launch, *command(corpus, together, "hybrid"), "--sequence-parallel 2"])
+    ended = subprocess.run(given, env=environment(), capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    torch.testing.assert_close(state(together)[0], state(alone)[0], rtol=1e-4, atol=2e-6)
