@@ -179,12 +179,47 @@ def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub
         assert make(*filter(None, [option])) == installed
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+def test_make_site_installs_its_extra_once_and_builds(stub, tmp_path):
+    for name in ("Makefile", "setup.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "PYTHON", "MAKEFLAGS")}
+    command = ["make", f"DEFAULT_PYTHON={stub()}", "site"]
+    for installs in (True, False):
+        subprocess.run(command, cwd=tmp_path, env=clean, check=True, capture_output=True)
+        *before, last = [call["arguments"] for call in calls(tmp_path)]
+        assert last == ["docs/site/make_site.py"]
+        assert any(".[plugin,experiments,hf,site]" in call for call in before) == installs
+
+
 @pytest.fixture(scope="module")
 def packaged():
     """What setup.py tells setuptools."""
     with mock.patch.object(setuptools, "setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
     return setup.call_args.kwargs
+
+
+def test_links_of_the_package_index_are_absolute_where_the_repository_is_known(monkeypatch):
+    monkeypatch.setenv("REPOSITORY_URL", "https://example.org/u/p/")
+    with mock.patch.object(setuptools, "setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    said = setup.call_args.kwargs
+    links = re.findall(r"\]\(([^)]*)\)", said["long_description"])
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    ours = [link for link in links if link.startswith("https://example.org/u/p/")]
+    for link in ours:
+        kind, _, path = link.removeprefix("https://example.org/u/p/").partition("/main/")
+        assert kind == ("raw" if path.endswith(".png") else "blob")
+        assert (ROOT / path.partition("#")[0]).exists(), link
+    assert len(ours) > 10
+    assert said["project_urls"]["Source"] == "https://example.org/u/p"
+
+
+def test_the_wheel_says_that_it_is_typed(packaged):
+    assert "py.typed" in packaged["package_data"]["lrpe_fairseq"]
+    assert (ROOT / "lrpe_fairseq" / "py.typed").exists()
+    assert "Typing :: Typed" in packaged["classifiers"]
 
 
 def at(python, requirements):

@@ -10,7 +10,7 @@ from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.families import load_named, runs
 from lrpe_fairseq.experiments.families.float16 import divides_by_almost_zero
 from lrpe_fairseq.experiments.records import precision
-from lrpe_fairseq.experiments.report.frame import sheets
+from lrpe_fairseq.experiments.report.sheets import sheets
 from tests.trial import a_record, trained
 
 PAPER = ["table2", "--scale", "paper", "--seeds", "1", "--dry-run"]

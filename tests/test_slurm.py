@@ -15,8 +15,8 @@ import sys
 import pytest
 import yaml
 
+from lrpe_fairseq.experiments.commands import finetune_glue
 from lrpe_fairseq.experiments.commands import run_table as run_table_command
-from lrpe_fairseq.experiments.commands import train_row
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.runner import slurm
@@ -316,9 +316,9 @@ def test_fine_tuning_is_planned_with_the_whole_path_of_its_checkpoint(
 ):
     source = {"checkpoint": tmp_path / "best.pt", "label": "rope"}
     source |= {"attention_type": "linear", "position_encoding": "rope"}
-    monkeypatch.setattr(train_row, "source_of", lambda checkpoint: source)
+    monkeypatch.setattr(finetune_glue, "source_of", lambda checkpoint: source)
     monkeypatch.chdir(tmp_path)
-    assert train_row.finetune(["best.pt", "CoLA", *DRY]) == 0
+    assert finetune_glue.main(["best.pt", "CoLA", *DRY]) == 0
     said = capsys.readouterr().out
     assert said.startswith("sbatch --array=0,1,2,3 ")
     assert f"finetune_glue {tmp_path / 'best.pt'} CoLA --seeds 1 --array-task" in said

@@ -63,7 +63,7 @@ def first_books(lines: Iterable[str], books: int | None) -> Iterator[str]:
     """Yield the lines of the first ``books`` books, or of all of them."""
     seen = 0
     for line in lines:
-        seen += line.startswith(BOOK)
+        seen += line.startswith(BOOK)  # every book begins with this line
         if books is not None and seen > books:
             return
         yield line
@@ -100,6 +100,7 @@ def run_texts(
             join(paths, texts[split], documents[split], books.get(split))
 
     reads = {path.name: sha256[name_of(path)] for paths in sources.values() for path in paths}
+    # a step is done again if one of these changes
     reads |= {f"books of {split}": count for split, count in books.items()}
     steps.run("join", reads, [*texts.values(), *documents.values()], make)
     return texts
@@ -115,6 +116,7 @@ def run_model(
     model = steps.dest / pieces.SPM
 
     def make() -> None:
+        # the first shard only, so that data of fewer shards have the same pieces
         paragraphs = (line for line in lines_of([first]) if not line.startswith(BOOK))
         pieces.train_sentencepiece(
             itertools.islice(paragraphs, 0, None, SAMPLE),
@@ -153,6 +155,7 @@ def prepare(
 
     shards: of train. held_out: numbers of the first books of valid and test. With fewer shards or
     books than all, or another number of pieces than usual, the data have a name of their own.
+    Raises: UserError for a number of shards or books that there is not, or a missing source.
     """
     train = sorted(name for name in sha256 if name.startswith("train-"))
     if not 1 <= shards <= len(train):
@@ -160,13 +163,14 @@ def prepare(
     if held_out is not None and min(held_out) < 1:
         raise UserError("--held-out-books needs at least one book for each split.")
     books = dict(zip(("valid", "test"), held_out, strict=True)) if held_out else {}
+    # what is not the usual data has a name of its own, so that runs do not mix them
     part = f"-first-{shards}" if shards < len(train) else ""
     level = "bpe" if vocab_size == PIECES else f"bpe{vocab_size}"
     level += "".join(f"-{split}{count}" for split, count in books.items())
     prep.say(f"gutenberg{part} {level} -> {dest}")
     steps = prep.Steps(dest, f"gutenberg{part}", level)
     names = {"train": train[:shards], "valid": ["valid"], "test": ["test"]}
-    sources = {split: obtain(own, from_dir, sha256) for split, own in names.items()}
+    sources = {split: obtain(files, from_dir, sha256) for split, files in names.items()}
     texts = run_texts(steps, sources, sha256, books)
     tokenizer = run_model(steps, sources["train"][0], sha256, vocab_size)
     pieces.run_pieces(steps, texts, tokenizer, workers)

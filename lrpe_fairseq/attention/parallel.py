@@ -34,7 +34,7 @@ from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.encodings.core.history import Earlier, history
 from lrpe_fairseq.encodings.core.positions import PositionCache, counted
 from lrpe_fairseq.encodings.core.randomness import noise_of
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 
 _current: list["SplitSequence"] = []
 
@@ -201,7 +201,7 @@ class SplitSequence:
             first = sum(self.lengths(x.shape[1])[: self.rank])
             counts = counted(first + x.shape[1], x.device, first)
             if positions is None:
-                return Tokens(counts, slots=first, **more)
+                return Tokens(counts, first_slot=first, **more)
             return Tokens(positions, counts, **more)
         before = torch.zeros_like(facts.open[0])
         for since, cut in zip(facts.open[: self.rank], facts.cut[: self.rank], strict=True):
@@ -525,8 +525,8 @@ def gathered(
     keys, values = _gathered_keys(sequence, k, v, tokens.transport)
     sums = _gathered_sums(sequence, tokens.sums)
     length, own = keys.shape[2], k.shape[2]
-    if tokens.slots is not None:
-        every = Tokens(counted(length, k.device), slots=0, sums=sums)
+    if tokens.first_slot is not None:
+        every = Tokens(counted(length, k.device), first_slot=0, sums=sums)
     else:
         every = _gathered_tokens(sequence, k, tokens)._replace(sums=sums)
     last = {"counts": every.counts, "segments": every.segments, "sums": every.sums}

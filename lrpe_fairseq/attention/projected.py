@@ -5,7 +5,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -18,15 +18,13 @@ from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
-from lrpe_fairseq.encodings.core.forms import OnePass, Planes
+from lrpe_fairseq.encodings.core.forms import Planes
 from lrpe_fairseq.encodings.core.networks import as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.dispatch import outside_graphs
-from lrpe_fairseq.kernels.encode import encode
+from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.conditions import outside_graphs
 
 ATTENTION_TYPES = ("linear", "softmax")
-KERNELS = "lrpe_fairseq.kernels.encode.encode_triton"
 NOT_EXPORTED = (
     "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
     "model in Python"
@@ -112,8 +110,15 @@ class ProjectedAttention(nn.Module):
     @property
     def owner(self) -> Owner:
         """What the states of this module belong to."""
-        own = self.kind, self.attention_type, self.normalizer
-        return Owner(*own, self.encoding.name, self.encoding.spec, self.window, self.parts)
+        return Owner(
+            kind=self.kind,
+            attention_type=self.attention_type,
+            normalizer=self.normalizer,
+            encoding=self.encoding.name,
+            spec=self.encoding.spec,
+            window=self.window,
+            parts=self.parts,
+        )
 
     # --- fairseq's interface -------------------------------------------------------------------
 
@@ -170,11 +175,13 @@ class ProjectedAttention(nn.Module):
 
         They are shifted and normalized where parts say so. tokens: of x, for a shift.
         """
-        own = stored(x)
-        q, source = self._queries(*own), own if memory is None else stored(memory)
+        x_stored = stored(x)
+        q = self._queries(*x_stored)
+        source = x_stored if memory is None else stored(memory)
         if self.kv_shift is None:
             k, v = self._mapped(self.k_proj, *source), self._mapped(self.v_proj, *source)
         else:
+            # keys and values are shifted alike, in one pass over the text
             kv = torch.cat([as_stored(self.k_proj, x), as_stored(self.v_proj, x)], -1)
             kv = self.kv_shift.shifted(x, kv, tokens or tokens_of(x))
             k, v = map(self._heads, kv.chunk(2, -1))
@@ -184,28 +191,6 @@ class ProjectedAttention(nn.Module):
         """Return q (B, H, T, D) of :func:`stored` x, normalized if a part says so."""
         q = self._mapped(self.q_proj, x, time_first)
         return q if self.q_norm is None else self.q_norm(q)
-
-    def _folds(self, x: Tensor) -> bool:
-        """True if P is multiplied into the weights, which is cheaper for at least C tokens.
-
-        False if a projection is more than a linear map (a hook, quantization noise, an adapter), or
-        if a part stands between the projections and P.
-        """
-        plain = is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)
-        plain = plain and self.q_norm is None and self.kv_shift is None
-        return plain and x.shape[0] * x.shape[1] >= x.shape[2]
-
-    def _folded(
-        self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
-        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
-        bias = projection.bias
-        bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
-        bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
-        planes, x = zip(*map(p, (weight, bias)), strict=True), stored(x)
-        maps = ((w.mT.flatten(0, 1), b.flatten()) for w, b in planes)
-        return tuple(self._mapped(lambda x, m=m: F.linear(x, *m), *x) for m in maps)
 
     def _encoded(
         self, x: Tensor, queries: Tokens, memory: Tensor | None = None, keys: Tokens | None = None
@@ -217,47 +202,64 @@ class ProjectedAttention(nn.Module):
         if not self.encoding.decomposable:
             return self._project(x, memory, queries)
         source, keys = (x, queries) if memory is None else (memory, keys)
-        at = queries.at, keys.at
-        kernels = self._kernels(x, source, *at)
-        if kernels is not None:
-            q, k, v = self._project(x, memory, queries)
-            return *kernels(q, k), v
-        fold = self.encoding.fold() if self._folds(x) and self._folds(source) else None
+        fold = self.encoding.fold() if self._folds(x, source) else None
         if fold is None:
             q, k, v = self._project(x, memory, queries)
-            return *self.encoding.in_parts(q, k, *at), v
-        pairs = (self.q_proj, x), (self.k_proj, source)
-        q, k = fold.turn(*(self._folded(fold.projection, *pair) for pair in pairs), *at)
+            q, k = self.encoding.encode_both(
+                q, k, queries.read_by_encoding, keys.read_by_encoding, phi=False
+            )
+            return q, k, v
+        q_planes = self._folded(fold.projection, self.q_proj, x)
+        k_planes = self._folded(fold.projection, self.k_proj, source)
+        q, k = fold.turn(q_planes, k_planes, queries.read_by_encoding, keys.read_by_encoding)
         return q, k, self._mapped(self.v_proj, *stored(source))
 
-    def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
-        """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
+    def _folds(self, x: Tensor, source: Tensor) -> bool:
+        """True if P is multiplied into the weights of q and k.
 
-        It is chosen by x and by the input of the keys, which have the shapes of q and k.
+        x: the input of the queries; source: that of the keys. False where it is cheaper not to: for
+        fewer tokens than features, and where a GPU encodes q and k in one launch. Also false if a
+        projection is more than a linear map (a hook, quantization noise, an adapter), or if a part
+        stands between the projections and P.
         """
-        if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
-            return None
-        q = x.narrow(-1, 0, self.head_dim)  # one head, (B, T, D): cheaper than all
-        k = q if source is x else source.narrow(-1, 0, self.head_dim)
-        return self.encoding.one_pass(q, k, at_q, at_k, phi=False)
+        if self.q_norm is not None or self.kv_shift is not None:
+            return False
+        if any(y.shape[0] * y.shape[1] < y.shape[2] for y in (x, source)):
+            return False
+        if not (is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)):
+            return False
+        # a kernel is chosen by one head of the inputs, which have the layout of q and k
+        q = x[..., : self.head_dim]
+        k = q if source is x else source[..., : self.head_dim]
+        return not self.encoding.has_one_launch(q, k)
+
+    def _folded(
+        self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
+        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
+        bias = projection.bias
+        bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
+        bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
+        x, time_first = stored(x)
+        planes = []
+        for w, b in zip(p(weight), p(bias), strict=True):
+            of_plane = partial(F.linear, weight=w.mT.flatten(0, 1), bias=b.flatten())
+            planes.append(self._mapped(of_plane, x, time_first))
+        return tuple(planes)
 
     # --- the feature map -----------------------------------------------------------------------
 
-    def _features(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
+    def _features(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Apply feature map and encoding to q (B, H, T, D) and k (B, H, S, D), in the right order.
 
-        at_q, at_k: positions or places of queries and keys; one object if they are equal.
+        q_positions, k_positions: what the encoding reads; one object if they are equal.
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()
-        kernels = self.encoding.one_pass(q, k, at_q, at_k, phi=True)
-        if kernels is not None:
-            return kernels(q, k)
-        if self.encoding.before_feature_map:
-            q, k = self.encoding(q, k, at_q, at_k)
-            return feature_maps(q, k)
-        q, k = feature_maps(q, k)
-        return self.encoding.in_parts(q, k, at_q, at_k)
+        return self.encoding.encode_both(q, k, q_positions, k_positions, phi=True)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
@@ -282,6 +284,7 @@ class ProjectedAttention(nn.Module):
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, T, C) in the dtype of x, the input of the layer (B, T, C)."""
         out = out if self.out_norm is None else self.out_norm(out)
+        # kernels write results in the layout of q: no copy is made of either
         time_first = out.stride(2) > out.stride(0)
         axes = (2, 0, 1, 3) if time_first else (0, 2, 1, 3)
         y = self._normalized(out.permute(axes).flatten(2))  # as it is stored
@@ -301,15 +304,7 @@ class ProjectedAttention(nn.Module):
 
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
-    return feature_maps(x)[0]
-
-
-def feature_maps(*rows: Tensor) -> tuple[Tensor, ...]:
-    """Compute phi of one or two tensors (B, H, ., D), in one kernel launch if supported."""
-    kernels = loader.triton_kernels(KERNELS)
-    if kernels is None or not kernels.serves(rows[0], rows[-1], encode.Form()):
-        return tuple(map(encode.feature_map, rows))
-    return kernels.feature_maps(*rows)
+    return dispatch.feature_maps(x)[0]
 
 
 @cache
@@ -351,8 +346,8 @@ def is_plain_linear(module: nn.Module) -> bool:
     """True if the module computes W x + b with its own weights and has no hooks."""
     hooks = module._forward_pre_hooks, module._forward_hooks
     hooks += module._backward_pre_hooks, module._backward_hooks
-    own = getattr(module.forward, "__func__", None) is nn.Linear.forward
-    return own and not any(hooks)
+    unchanged = getattr(module.forward, "__func__", None) is nn.Linear.forward
+    return unchanged and not any(hooks)
 
 
 def checked_window(window: int | None, causal: bool) -> int | None:
@@ -392,9 +387,9 @@ def cross_projections(width: int, memory_dim: int) -> dict[str, nn.Linear]:
     the same weights with its cross-attention and with ours.
     """
     widths = {"k_proj": memory_dim, "v_proj": memory_dim, "q_proj": width, "out_proj": width}
-    found = {name: nn.Linear(given, width) for name, given in widths.items()}
-    for name, linear in found.items():
+    projections = {name: nn.Linear(inputs, width) for name, inputs in widths.items()}
+    for name, linear in projections.items():
         gain = 2**-0.5 if name != "out_proj" and memory_dim == width else 1.0
         nn.init.xavier_uniform_(linear.weight, gain=gain)
-    nn.init.zeros_(found["out_proj"].bias)
-    return found
+    nn.init.zeros_(projections["out_proj"].bias)
+    return projections

@@ -16,7 +16,7 @@ from lrpe_fairseq.encodings.core.positions import (
     known_lags,
 )
 from lrpe_fairseq.encodings.core.protocols import ScoreEncoding
-from lrpe_fairseq.kernels.dispatch import may_read_values
+from lrpe_fairseq.kernels.conditions import may_read_values
 
 
 class LagBias(ScoreEncoding):
@@ -40,7 +40,8 @@ class LagBias(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         wide = torch.promote_types(q.dtype, torch.float32)  # its gradient sums over pairs
         ends = known_lags(q_positions, k_positions)

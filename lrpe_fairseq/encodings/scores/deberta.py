@@ -17,7 +17,7 @@ from lrpe_fairseq.encodings.core.positions import (
 )
 from lrpe_fairseq.encodings.core.protocols import Card, ScoreEncoding
 from lrpe_fairseq.encodings.scores.biases import pick
-from lrpe_fairseq.kernels.dispatch import may_read_values
+from lrpe_fairseq.kernels.conditions import may_read_values
 
 
 class DeBERTa(ScoreEncoding):
@@ -75,7 +75,8 @@ class DeBERTa(ScoreEncoding):
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return both terms of positions, (B, H, T, S). A causal model treats a key after the query
         as distance 0; attention masks it."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if self.spec.causal else lag
         low, high = self.ends(q_positions, k_positions)

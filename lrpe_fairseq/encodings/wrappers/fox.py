@@ -12,7 +12,7 @@ from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import drawn
 from lrpe_fairseq.encodings.core.protocols import Card, Encoding, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.none import Unchanged
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def add_gate(encoding: Encoding) -> None:
 def _rename_old(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
     """Rename the parameters of version 0.1: ``gate.<name>``, and ``inner.<name>`` under gates."""
     for old, new in ((f"{prefix}gate.", f"{prefix}forget_gate."), (f"{prefix}inner.", prefix)):
-        for name in [name for name in state if name.startswith(old)]:
+        for name in [name for name in state if name.startswith(old)]:  # a copy: the state changes
             state[new + name.removeprefix(old)] = state.pop(name)
 
 

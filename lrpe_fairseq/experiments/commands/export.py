@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     logging.disable_progress_bar()
     options = _parse(arguments, ("auto", *tokenizers.KINDS, "none"))
-    checkpoint, data = options.checkpoint, options.data
+    checkpoint = options.checkpoint
+    data = options.data
+    # A tokenizer of other words would decode every token as another one.
     if options.tokenizer != "none":
         data = data or _data_of(checkpoint)
         _require_dictionary(checkpoint, tokenizers.find_dictionary(data))
@@ -58,6 +60,7 @@ def _parse(arguments: Sequence[str] | None, tokenizers: Sequence[str]) -> argpar
 def _data_of(checkpoint: Path) -> Path:
     """Return the folder that a training read, relative to here or to the repository."""
     options = checkpoints.options(checkpoints.load(checkpoint))
+    # Shards are joined by colons; the first has the dictionary.
     named = Path(str(options.get("task.data", "")).split(":")[0])
     return named if named.is_dir() else ROOT / named
 
@@ -75,10 +78,10 @@ def _require_dictionary(checkpoint: Path, dictionary: Path) -> None:
             )
 
 
-def _run(checkpoint: Path, given: Path | None) -> Run | None:
-    """Return the run file that was given, or that of the training if it is at hand."""
-    if given is not None:
-        return read_run(given)
+def _run(checkpoint: Path, chosen: Path | None) -> Run | None:
+    """Return the run file ``chosen``, or by default that of the training if it is at hand."""
+    if chosen is not None:
+        return read_run(chosen)
     for path in filter(Path.is_file, _run_files(checkpoint.absolute())):
         run = read_run(path)
         if "checkpoint" in run and run["checkpoint"] != digest(checkpoint):

@@ -26,6 +26,7 @@ from lrpe_fairseq.experiments.families import (
 )
 from lrpe_fairseq.experiments.families.float16 import divides_by_almost_zero
 from lrpe_fairseq.experiments.records import precision
+from lrpe_fairseq.experiments.records.bases import bases_in
 from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
 from lrpe_fairseq.experiments.records.files import (
     ROOT,
@@ -34,8 +35,7 @@ from lrpe_fairseq.experiments.records.files import (
     relative,
     require_writable,
 )
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import bases_in
+from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import estimate, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace
@@ -50,31 +50,34 @@ SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": in
 @command("run_table")
 def main(arguments: list[str] | None = None) -> int:
     """Run a table, submit it, or print its commands or progress; return the exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options, begun = _parse(given), time.monotonic()
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parse(words)
+    begun = time.monotonic()
     table = load_named(options.table)
     options.scale = options.scale or usual_scale(table)
     if options.precision:
         table, options.scale = _in_precision(table, options.scale, options.precision)
     chosen = _select(table, options)
     if options.slurm and options.dry_run:
-        return _show_jobs(chosen, options, given)
+        return _show_jobs(chosen, options, words)
     if options.status or options.dry_run:
         return _show(chosen, options)
     if options.on:
         return estimate.by_arithmetic(chosen, options.on)
+    # A job of a Slurm array: its element is one run, and it does not submit again.
     if options.array_task is not None:
         return _run_task(chosen, options)
     if options.slurm:
         slurm.require_sbatch()
     else:
         _require_devices(chosen, options)  # before data are prepared
+    # Before the runs start in parallel: two of them would prepare the same folder.
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
     if options.estimate:
         (devices, *_) = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
         return estimate.by_measurement(chosen, devices, print)
-    return _submit(chosen, options, given) if options.slurm else _run_here(chosen, options, begun)
+    return _submit(chosen, options, words) if options.slurm else _run_here(chosen, options, begun)
 
 
 def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
@@ -82,6 +85,7 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
     minutes = math.inf if options.minutes is None else options.minutes
+    # What is left for work: stopping, saving and packing take their part of the minutes.
     seconds = begun + 60 * minutes - grace() - CLOSING_SECONDS - time.monotonic()
     results: list[Path] = []
 
@@ -122,13 +126,14 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
     return FAILED if schedule.Schedule([run], [devices], events).run() else 0
 
 
-def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: list[str]) -> int:
+def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, words: list[str]) -> int:
     """Submit the unfinished runs; the array counts all of ``chosen``."""
+    # Numbers count all of the selection, so that a later call with more finished runs agrees.
     tasks = [index for index, run in enumerate(chosen) if not run.finished()]
     if not tasks:
         print("all runs are already finished")
         return report.render(options.table)
-    job = slurm.submit(_planned(tasks, _site(options), options.table, given))
+    job = slurm.submit(_planned(tasks, _site(options), options.table, words))
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
     return 0
 
@@ -251,33 +256,40 @@ def _require_float16(chosen: Sequence[TrainingRun]) -> None:
 
 
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
+    """Return the runs of the cells that the options name, in the order in which they run.
+
+    Raises: ValueError if there is none.
+    """
     table = table.at(options.scale)
     labels = options.rows or [row.label for row in table.rows]
     _check_options(options)
     part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
+    # Tables that only select options have a seed that no page reports.
     seeds = table.seeds or range(1, options.seeds + 1)
-    found = runs(part, options.scale, seeds)
+    selected = runs(part, options.scale, seeds)
     if options.columns:
         names = in_columns(part, options.scale, seeds, options.columns)
-        found = [run for run in found if run.name in names]
-    found = with_data(found, table, options.scale, options.datasets)
+        selected = [run for run in selected if run.name in names]
+    selected = with_data(selected, table, options.scale, options.datasets)
     if options.attention:  # in this order
+        # A lent machine may be taken away: what is asked for first runs first.
         kinds = {kind: place for place, kind in enumerate(options.attention)}
-        found = [run for run in found if run.attention_type in kinds]
-        found.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
+        selected = [run for run in selected if run.attention_type in kinds]
+        selected.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
     if options.precision == "fp16":
-        _require_float16(found)
-    if not found:
+        _require_float16(selected)
+    if not selected:
         raise ValueError(
             f"no cell of table {table.name} has these --rows, --columns, --attention and "
             "--datasets together"
         )
-    return found
+    return selected
 
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise ValueError or UserError for impossible numbers and options that would be ignored."""
-    least, minutes = grace() + CLOSING_SECONDS, options.minutes
+    least = grace() + CLOSING_SECONDS
+    minutes = options.minutes
     if min(options.seeds, options.jobs, 1 if options.gpus is None else options.gpus) < 1:
         raise ValueError("--seeds, --jobs and --gpus must be at least 1")
     if minutes is not None and not 60 * minutes > least:
@@ -308,6 +320,7 @@ def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
     states = {run.name: schedule.state(run) for run in chosen}
     for name, told in states.items():
         print(f"{name}: {told}")
+    # The kind of a state is its words before numbers and reasons.
     counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     print(estimate.time_left(chosen))

@@ -67,13 +67,14 @@ def prepare(
 
     def write() -> None:
         with prep.atomic_folder(bin_dir) as part:
-            for name, own in dictionaries.items():
-                prep.write_lines(part / name / "dict.txt", (f"{symbol} 1" for symbol in own))
+            for name, words in dictionaries.items():
+                prep.write_lines(part / name / "dict.txt", (f"{symbol} 1" for symbol in words))
             for split, examples in make().items():
+                # A label is a row of one symbol: fairseq reads it as a text.
                 labels = ([label] for label in examples.labels)
-                given = {"input0": examples.inputs, "input1": examples.seconds, "label": labels}
+                rows = {"input0": examples.inputs, "input1": examples.seconds, "label": labels}
                 for name in dictionaries:
-                    ids = _ids(given[name], eos or name == "label")  # labels end as in GLUE
+                    ids = _ids(rows[name], eos or name == "label")  # labels end as in GLUE
                     prep.write_indexed(ids, part / name / split, np.uint16)
 
     steps.run("binarize", reads, [bin_dir / d / f for d in dictionaries for f in files], write)
@@ -84,6 +85,7 @@ def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[np.ndarray]:
     """Yield fairseq's ids of each row, with the end of sentence if ``end``."""
     tail = np.array([prep.FAIRSEQ_EOS] if end else [], dtype=np.int64)
     for row in rows:
+        # bytes are read without a Python number per byte.
         values = np.frombuffer(row, np.uint8) if isinstance(row, bytes) else np.asarray(row)
         yield np.append(values.astype(np.int64) + prep.FAIRSEQ_SPECIALS, tail)
 
@@ -107,6 +109,7 @@ def count(dest: Path, classes: int) -> dict[str, Any]:
 
 def labels_of(prefix: Path) -> np.ndarray:
     """Return the classes that :func:`prepare` wrote, int64 (N,)."""
+    # Each row is a class and the end of sentence.
     stored = np.fromfile(f"{prefix}.bin", dtype=np.uint16).reshape(-1, 2)[:, 0]
     return stored.astype(np.int64) - prep.FAIRSEQ_SPECIALS
 
@@ -115,15 +118,20 @@ def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> di
     """Draw disjoint splits in which every class has its share; return split -> ascending indices.
 
     labels: (N,). sizes: of the splits, together N. numpy guarantees the stream of ``RandomState``.
+
+    Raises: ValueError if the sizes do not add up to N.
     """
     labels = np.asarray(labels)
     draw = np.random.RandomState(seed).permutation(len(labels))
     place = np.empty(len(labels))
     for label in np.unique(labels):
-        own = draw[labels[draw] == label]
-        place[own] = (np.arange(len(own)) + 0.5) / len(own)
+        members = draw[labels[draw] == label]
+        # Evenly spread places: cutting the order anywhere gives every class its share.
+        place[members] = (np.arange(len(members)) + 0.5) / len(members)
+    # Stable, so that every machine has the same order at ties.
     order = draw[np.argsort(place[draw], kind="stable")]
     ends = np.cumsum([0, *sizes.values()])
+    # Left-over examples would be in no split, without a word.
     if ends[-1] != len(labels):
         raise ValueError(f"splits of {ends[-1]} examples cannot be drawn from {len(labels)}")
     return {s: np.sort(order[a:b]) for s, a, b in zip(sizes, ends[:-1], ends[1:], strict=True)}
@@ -134,7 +142,8 @@ def accuracy_from_key(keys: Iterable[Any], labels: Sequence[int]) -> float:
     counts: dict[Any, Counter[int]] = {}
     for key, label in zip(keys, labels, strict=True):
         counts.setdefault(key, Counter())[int(label)] += 1
-    return 100 * sum(max(own.values()) for own in counts.values()) / len(labels)
+    right = sum(max(classes_of_key.values()) for classes_of_key in counts.values())
+    return 100 * right / len(labels)
 
 
 # ---------------------------------------------------------------------------------------- images
@@ -183,16 +192,18 @@ def prepare_images(dest: Path, source: Images, side: int, from_dir: Path | None 
     """Prepare ``dest`` with images of ``side`` x ``side`` pixels and return its manifest.
 
     from_dir: a folder with the file, instead of the installed package.
+
+    Raises: UserError if the package is not installed and no folder is given.
     """
     steps = prep.Steps(dest, source.name, f"{side}x{side}")
-    found = importlib.util.find_spec(source.package)  # located, but not imported
-    if not (from_dir or found):
+    spec = importlib.util.find_spec(source.package)  # located, but not imported
+    if not (from_dir or spec):
         raise UserError(
             f"{source.file} is part of the Python package {source.distribution}, which is not "
             f"installed: run pip install {source.distribution}, or pass a folder with "
             f"{source.file}.gz with --from."
         )
-    folder = from_dir or Path(found.origin).parent / source.folder
+    folder = from_dir or Path(spec.origin).parent / source.folder
     path = prep.obtain(source.file, (), source.sha256, dest / "raw", folder)
     reads = {"images": path, "script": Path(__file__), "seed": source.seed}
     make = functools.partial(_images, path, source, side)
@@ -204,7 +215,8 @@ def _images(path: Path, source: Images, side: int) -> dict[str, Examples]:
     rows = np.loadtxt(path, delimiter=",", ndmin=2)
     factor = source.side // side
     blocks = (source.scale * rows[:, :-1]).reshape(len(rows), side, factor, side, factor)
+    # Rounded once, after the mean: rounding twice would shift some pixels.
     pixels = np.rint(blocks.mean((2, 4))).astype(np.int64).reshape(len(rows), -1)
     every = Examples(pixels.tolist(), rows[:, -1].astype(np.int64).tolist())
     drawn = stratified(every.labels, source.sizes, source.seed)
-    return {split: every.chosen(own) for split, own in drawn.items()}
+    return {split: every.chosen(numbers) for split, numbers in drawn.items()}

@@ -51,13 +51,15 @@ class Keys:
 
     def ids(self, text: Ints) -> list[Ints]:
         """Return by order, from 1 on, the id of the n-gram that ends at every token, (N,)."""
-        found = [text.astype(np.int64)]
+        by_order = [text.astype(np.int64)]
         for table in self.tables:
-            keys, whole = _keys(found[-1], text, self.symbols)
+            keys, whole = _keys(by_order[-1], text, self.symbols)
             place = np.searchsorted(table, keys)
+            # searchsorted returns the end for a key above all others; any valid place will do,
+            # because the keys are compared.
             place[place == len(table)] = 0
-            found.append(np.where(whole & (table[place] == keys), place, UNSEEN))
-        return found
+            by_order.append(np.where(whole & (table[place] == keys), place, UNSEEN))
+        return by_order
 
 
 def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]:
@@ -65,17 +67,19 @@ def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]
 
     symbols: size of the vocabulary. Raises: ValueError if the text has other symbols.
     """
+    # Another dictionary would give keys that mean other n-grams.
     if len(text) and not 0 <= text.min() <= text.max() < symbols:
         raise ValueError(f"the text has symbols outside 0 to {symbols - 1}")
-    keys, found = Keys(symbols), [text.astype(np.int64)]
+    keys = Keys(symbols)
+    by_order = [text.astype(np.int64)]
     for _ in range(2, orders + 1):
-        own, whole = _keys(found[-1], text, symbols)
-        table, places = np.unique(own[whole], return_inverse=True)
+        ngram_keys, whole = _keys(by_order[-1], text, symbols)
+        table, places = np.unique(ngram_keys[whole], return_inverse=True)
         ids = np.full(len(text), UNSEEN, np.int64)
         ids[whole] = places
         keys.tables.append(table)
-        found.append(ids)
-    return keys, found
+        by_order.append(ids)
+    return keys, by_order
 
 
 def _keys(shorter: Ints, text: Ints, symbols: int) -> tuple[Ints, Ints]:
@@ -119,7 +123,8 @@ class KneserNey:
 
     def __init__(self, text: Ints, symbols: int, orders: int = ORDERS) -> None:
         self.keys, ids = count_keys(text, symbols, orders)
-        self._highest, self._below = [], []
+        self._highest = []
+        self._below = []
         for order in range(1, orders + 1):
             size = self.keys.size(order)
             counts = np.bincount(_seen(ids[order - 1]), minlength=size)
@@ -127,16 +132,20 @@ class KneserNey:
             if order < orders:
                 before = np.empty(self.keys.size(order + 1), np.int64)
                 longer, shorter = ids[order], ids[order - 1]
+                # A token near the start of the text has no longer n-gram.
                 whole = longer != UNSEEN
                 before[longer[whole]] = shorter[whole]  # of each longer n-gram: without its first
                 self._below.append(self._level(order, np.bincount(before, minlength=size)))
 
     def _level(self, order: int, counts: Ints) -> Level:
-        contexts, size = self.keys.prefixes(order), self.keys.size(order - 1)
+        contexts = self.keys.prefixes(order)
+        size = self.keys.size(order - 1)
+        # A discount is never more than its count: no share is negative.
         taken = np.minimum(discounts(counts)[np.minimum(counts, 3)], counts)
         totals = np.bincount(contexts, weights=counts, minlength=size)
         lost = np.bincount(contexts, weights=taken, minlength=size)
         seen = totals > 0
+        # Contexts without n-grams would divide by zero; nothing reads their shares.
         safe = np.where(seen, totals, 1.0)
         return Level((counts - taken) / safe[contexts], lost / safe, seen)
 
@@ -144,14 +153,16 @@ class KneserNey:
         """Return p of every token by the model of every order, from 1 on: (orders, N)."""
         ids = self.keys.ids(text)
         below = np.full(len(text), 1 / self.keys.symbols)
-        found = []
+        by_order = []
         for order in range(1, self.keys.orders + 1):
             contexts = np.zeros(len(text), np.int64) if order == 1 else preceding(ids[order - 2])
-            own = ids[order - 1]
-            found.append(_interpolated(self._highest[order - 1], contexts, own, below))
+            ngrams = ids[order - 1]
+            by_order.append(_interpolated(self._highest[order - 1], contexts, ngrams, below))
+            # The highest order has true counts; below it the number of different continuations
+            # counts.
             if order < self.keys.orders:
-                below = _interpolated(self._below[order - 1], contexts, own, below)
-        return np.stack(found)
+                below = _interpolated(self._below[order - 1], contexts, ngrams, below)
+        return np.stack(by_order)
 
 
 def discounts(counts: Ints) -> Floats:
@@ -162,19 +173,20 @@ def discounts(counts: Ints) -> Floats:
     """
     n = [np.count_nonzero(counts == i) for i in (1, 2, 3, 4)]
     y = n[0] / max(n[0] + 2 * n[1], 1)
-    found = [i - (i + 1) * y * n[i] / max(n[i - 1], 1) for i in (1, 2, 3)]
-    return np.array([0.0, *np.clip(found, 0.1, [1, 2, 3])])
+    amounts = [i - (i + 1) * y * n[i] / max(n[i - 1], 1) for i in (1, 2, 3)]
+    return np.array([0.0, *np.clip(amounts, 0.1, [1, 2, 3])])
 
 
-def _interpolated(level: Level, contexts: Ints, own: Ints, below: Floats) -> Floats:
+def _interpolated(level: Level, contexts: Ints, ngrams: Ints, below: Floats) -> Floats:
     """Return p by a level, from p by the order below."""
     known = contexts != UNSEEN
+    # A context that occurs only at the end of the text has no n-grams either.
     known[known] = level.seen[contexts[known]]
-    found = below.copy()
-    found[known] *= level.rest[contexts[known]]
-    counted = known & (own != UNSEEN)
-    found[counted] += level.share[own[counted]]
-    return found
+    mixed = below.copy()
+    mixed[known] *= level.rest[contexts[known]]
+    counted = known & (ngrams != UNSEEN)
+    mixed[counted] += level.share[ngrams[counted]]
+    return mixed
 
 
 def _seen(ids: Ints) -> Ints:
@@ -202,11 +214,13 @@ def cached(text: Ints, symbols: int, order: int, window: int) -> tuple[Floats, I
 
 def _recent(ids: Ints, window: int) -> Ints:
     """Return how often the id at every token is among the ``window`` before it; 0 if unseen."""
-    places, step = np.arange(len(ids)), len(ids) + 1
+    places = np.arange(len(ids))
+    step = len(ids) + 1
+    # Sorted by id, then by place: one search counts all earlier places of an id.
     by_id = np.sort(ids * step + places)
     first = np.maximum(places - window, 0)
-    found = np.searchsorted(by_id, ids * step + places) - np.searchsorted(by_id, ids * step + first)
-    return np.where(ids == UNSEEN, 0, found)
+    count = np.searchsorted(by_id, ids * step + places) - np.searchsorted(by_id, ids * step + first)
+    return np.where(ids == UNSEEN, 0, count)
 
 
 # --- mixtures ------------------------------------------------------------------------------------
@@ -221,7 +235,9 @@ class Mixture:
     """
 
     def __init__(self, model: KneserNey, order: int, window: int, held_out: Ints) -> None:
-        self.model, self.order, self.window = model, order, window
+        self.model = model
+        self.order = order
+        self.window = window
         parts, defined = self._parts(held_out)
         self._weights = {
             int(pattern): fitted(parts[:, defined == pattern]) for pattern in np.unique(defined)
@@ -230,6 +246,7 @@ class Mixture:
     def probabilities(self, text: Ints) -> Floats:
         """Return p of every token, (N,)."""
         parts, defined = self._parts(text)
+        # Without a fit, Kneser-Ney alone.
         alone = np.eye(1, len(parts))[0]
         weights = np.stack(
             [self._weights.get(pattern, alone) for pattern in range(2 ** (len(parts) - 1))]
@@ -241,13 +258,13 @@ class Mixture:
 
         Bit i of the set stands for cache i.
         """
-        found = [self.model.probabilities(text)[self.order - 1]]
+        parts = [self.model.probabilities(text)[self.order - 1]]
         pattern = np.zeros(len(text), np.int64)
         for place, order in enumerate(CACHE_ORDERS):
-            own, defined = cached(text, self.model.keys.symbols, order, self.window)
-            found.append(own)
+            probabilities, defined = cached(text, self.model.keys.symbols, order, self.window)
+            parts.append(probabilities)
             pattern += defined.astype(np.int64) << place
-        return np.stack(found), pattern
+        return np.stack(parts), pattern
 
 
 def fitted(parts: Floats) -> Floats:
@@ -255,9 +272,11 @@ def fitted(parts: Floats) -> Floats:
 
     A component that is 0 everywhere gets the weight 0.
     """
+    # A component that never gives a chance would keep its start forever.
     weights = (parts > 0).any(1) / max((parts > 0).any(1).sum(), 1)
     for _ in range(STEPS):
         owned = weights[:, None] * parts
+        # A token that every component excludes would be 0 / 0.
         weights = (owned / np.maximum(owned.sum(0), 1e-300)).mean(1)
     return weights
 

@@ -15,8 +15,9 @@ from typing import Any
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
-from lrpe_fairseq.experiments.families.generated import SyntheticRun, TransductionRun
 from lrpe_fairseq.experiments.families.lm import LMRun, PretrainingRun
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun
+from lrpe_fairseq.experiments.families.transduction import TransductionRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
@@ -26,7 +27,7 @@ from lrpe_fairseq.experiments.records.files import (
     require_checkout,
 )
 from lrpe_fairseq.experiments.records.keys import Cell, cells
-from lrpe_fairseq.experiments.records.layout import Table, load_table
+from lrpe_fairseq.experiments.records.tables import Table, load_table
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 FAMILIES: dict[str, type[TrainingRun]] = {
@@ -46,6 +47,7 @@ def family_of(config: Path) -> type[TrainingRun]:
         raise ValueError(f"{relative(config)} does not exist")
     task = load_config(config).task._name
     for family in FAMILIES.values():
+        # Two families share a folder of configurations; their tasks differ.
         if config.parent == CONFIGS / family.configs and family.task in ("", task):
             return family
     raise ValueError(
@@ -55,8 +57,8 @@ def family_of(config: Path) -> type[TrainingRun]:
 
 def preparation_of(data: Path) -> list[str]:
     """Return the script that prepares ``data``, with its arguments; empty if no family has one."""
-    found = (family.preparation_of(data) for family in FAMILIES.values())
-    return next(filter(None, found), [])
+    scripts = (family.preparation_of(data) for family in FAMILIES.values())
+    return next(filter(None, scripts), [])
 
 
 # --- the runs of a table -------------------------------------------------------------------------
@@ -68,6 +70,7 @@ def load_named(name: str) -> Table:
     folder = CONFIGS / "tables"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
+        # The stem, because a user may pass the file's path.
         close = get_close_matches(Path(name).stem, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         raise ValueError(f"there is no table {name}; {hint}")
@@ -95,7 +98,7 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     others = (load_named(name).with_scales([scale]) for name in table.experiments[1:])
     tables = (table, *others)
     homes = _homes([other.at(scale) for other in tables if scale in other.scales], scale)
-    made = (_runs_of(*home, scale, seed) for seed in seeds for home in homes)
+    made = (_runs_of(owner, cell, scale, seed) for seed in seeds for owner, cell in homes)
     named = {run.name: run for run in itertools.chain.from_iterable(made)}
     return list(named.values())  # columns that separate learning rates share their runs
 
@@ -104,16 +107,17 @@ def in_columns(table: Table, scale: str, seeds: Sequence[int], titles: Sequence[
     """Return the names of the runs that fill columns with these titles. Raises: ValueError."""
     _require(table, scale, "column", titles, [column.title for column in table.columns])
     keys = set(itertools.chain(*(c.mean_of or [c.key] for c in table.columns if c.title in titles)))
+    # A mean stands for the columns that it averages.
     columns = [column for column in table.columns if column.key in keys]
     return {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
 
 
 def with_data(
-    found: Sequence[TrainingRun], table: Table, scale: str, names: Sequence[str] | None
+    planned: Sequence[TrainingRun], table: Table, scale: str, names: Sequence[str] | None
 ) -> list[TrainingRun]:
     """Return the runs on the data sets ``names``, or all. Raises: ValueError for another name."""
-    _require(table, scale, "data set", names or (), [run.data.name for run in found])
-    return [run for run in found if not names or run.data.name in names]
+    _require(table, scale, "data set", names or (), [run.data.name for run in planned])
+    return [run for run in planned if not names or run.data.name in names]
 
 
 def _require(
@@ -142,21 +146,27 @@ def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
     for cell in cells(first):
         _, home = homes.setdefault(place(first, cell), (first, cell))
         homes[place(first, cell)] = first, home.asked(cell.evaluations)
+    # Later tables take the runs over, so that equal cells are trained once.
     for other in others:
-        own = {place(other, cell): cell for cell in reversed(cells(other))}
-        for key in homes.keys() & own.keys():
-            homes[key] = other, own[key].asked(homes[key][1].evaluations)
+        cells_of_other = {place(other, cell): cell for cell in reversed(cells(other))}
+        for key in homes.keys() & cells_of_other.keys():
+            homes[key] = other, cells_of_other[key].asked(homes[key][1].evaluations)
     return list(homes.values())
 
 
 def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRun]:
+    """Return the runs of a cell for one seed.
+
+    Raises: ValueError if its data are not those of its column.
+    """
     config = ROOT / cell.config if cell.config else config_of(table, scale)
-    found = family_of(config).of_cell(table, cell, scale, config, seed)
-    for run in found:
+    planned = family_of(config).of_cell(table, cell, scale, config, seed)
+    for run in planned:
         known = folders.dataset_name(run.data) if folders.is_prepared(run.data) else cell.dataset
+        # Two sources that say which data a column has must agree.
         if cell.config and known != cell.dataset:
             raise ValueError(
                 f"{cell.config} trains on {known}, but its column has the data set {cell.dataset}: "
                 "make them equal"
             )
-    return found
+    return planned

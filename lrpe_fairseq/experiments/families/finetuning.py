@@ -19,8 +19,8 @@ from lrpe_fairseq.experiments.data.folders import Checksums, digest_of, manifest
 from lrpe_fairseq.experiments.records import checkpoints, precision
 from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
 from lrpe_fairseq.experiments.records.keys import Cell, comparable
-from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import Table, file_name
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_by
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -59,18 +59,21 @@ class FinetuningRun(TrainingRun):
         cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
     ) -> list[TrainingRun]:
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
+        # Seed 1 of pre-training: seeds of a row are those of its fine-tuning.
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
         source = {"checkpoint": best, "label": cell.label}
         source |= {"attention_type": cell.attention, "position_encoding": cell.encoding}
         tasks = [cell.dataset.removeprefix("glue-")]
-        rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
+        rates = table.rates_at(scale, cell.rates)
+        home = table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
 
     @classmethod
     def preparation_of(cls, data: Path) -> list[str]:
         """Return the command for data/glue-<pre-training data>/<task>, with that data's pieces."""
-        home, pieces = data.parent, data.parent.name.removeprefix("glue-")
+        home = data.parent
+        pieces = data.parent.name.removeprefix("glue-")
         if pieces == home.name:
             return []
         script = f"data-prep/glue/prepare.py {data.name} --tokens-of"
@@ -83,11 +86,15 @@ class FinetuningRun(TrainingRun):
     def data_checksums(self) -> Checksums:
         """Also that of the pre-trained checkpoint."""
         known = super().data_checksums()
-        given = known and self.checkpoint.is_file()
-        return {**known, "pretrained": digest_of(self.checkpoint)} if given else known
+        # Without the checkpoint nothing can be trained, and a plan must still be printed.
+        readable = known and self.checkpoint.is_file()
+        return {**known, "pretrained": digest_of(self.checkpoint)} if readable else known
 
     def require_inputs(self) -> None:
-        """Also require that checkpoint, data and task match."""
+        """Also require that checkpoint, data and task match.
+
+        Raises: RunFailed without the checkpoint, or if its dictionary is not that of the data.
+        """
         if not self.checkpoint.exists():
             row = (self.checkpoint.absolute().parents[2].name, self.label, self.attention_type)
             raise RunFailed(
@@ -109,8 +116,9 @@ class FinetuningRun(TrainingRun):
         """Return the task's metrics on every development set of the data."""
         metrics: Run = {}
         for split in evaluated(self.data):
-            words = ("eval_glue", self.checkpoints / checkpoints.BEST, self.data, split)
-            metrics[split] = {GLUE: written_by(run, self.folder / f"eval-{split}.json", *words)}
+            out = self.folder / f"eval-{split}.json"
+            best = self.checkpoints / checkpoints.BEST
+            metrics[split] = {GLUE: written_by(run, out, "eval_glue", best, self.data, split)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
     def record(self, measured: Run, threads: int) -> Run:
@@ -134,13 +142,17 @@ class FinetuningRun(TrainingRun):
         )
 
     def _model(self) -> dict[str, str]:
-        """Every option of the checkpoint's model that fine-tuning must keep."""
+        """Every option of the checkpoint's model that fine-tuning must keep.
+
+        Raises: ValueError if the checkpoint has another attention or encoding than the cell.
+        """
         if not self.checkpoint.is_file():
             return super().encoding_choices()
         model = model_options(self.checkpoint)
         attention, encoding = model["model.attention_type"], model["model.position_encoding"]
-        own = {"attention_type": attention, "position_encoding": encoding}
-        if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in own.items()):
+        choices = {"attention_type": attention, "position_encoding": encoding}
+        # The path names a row; the checkpoint there may be of another one.
+        if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in choices.items()):
             raise ValueError(
                 f"the checkpoint has {attention} attention and the encoding {encoding}, not "
                 f"{self.attention_type} and {self.position_encoding}"
@@ -162,9 +174,11 @@ class FinetuningRun(TrainingRun):
     def _updates(self) -> dict[str, str]:
         """The updates of the YAML's epochs, up to its max_update, and the schedule; or nothing."""
         splits = manifest(self.data).get("splits")
+        # Before the data are prepared the updates are unknown; nothing is trained then.
         if not splits:
             return {}
         settings = OmegaConf.merge(self.yaml(), OmegaConf.from_dotlist(list(self.overrides)))
+        # fairseq's schedules count updates; papers state epochs.
         batches = math.ceil(splits["train"]["examples"] / settings.dataset.batch_size)
         updates = batches * settings.optimization.max_epoch
         updates = min(updates, settings.optimization.max_update or updates)
@@ -179,8 +193,8 @@ def source_of(checkpoint: Path) -> dict[str, Any]:
     """Describe a checkpoint by its encoding. Raises: ValueError unless it is an lrpe_roberta."""
     model = model_options(checkpoint)
     names = ("attention_type", "position_encoding")
-    found = {"checkpoint": checkpoint, **{name: model[f"model.{name}"] for name in names}}
-    return {**found, "label": found["position_encoding"]}
+    source = {"checkpoint": checkpoint, **{name: model[f"model.{name}"] for name in names}}
+    return {**source, "label": source["position_encoding"]}
 
 
 def finetuning_runs(
@@ -199,6 +213,7 @@ def finetuning_runs(
     """
     settings = load_config(config)
     home = ROOT / Path(settings.task.data).parent.parent
+    # The configuration's list is per epoch in fairseq; it has one value.
     rates = rates or list(settings.optimization.lr)
     started = source["checkpoint"].absolute().parent.parent.name
     made = []
@@ -232,8 +247,8 @@ def model_options(checkpoint: Path) -> dict[str, str]:
     name = str(known.get("model._name", ""))
     if not name.startswith("lrpe_roberta"):
         raise ValueError(f"{relative(checkpoint)} is a model of {name}, not of lrpe_roberta")
-    own = {"_name", *LRPERobertaConfig.__dataclass_fields__} - FREE  # fairseq adds others
-    kept = {key: known.get(f"model.{key}") for key in sorted(own)}
+    ours = {"_name", *LRPERobertaConfig.__dataclass_fields__} - FREE  # fairseq adds others
+    kept = {key: known.get(f"model.{key}") for key in sorted(ours)}
     return {
         f"model.{key}": str(value).lower() if isinstance(value, bool) else str(value)
         for key, value in kept.items()
@@ -256,9 +271,10 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Return a sentence for each split of a manifest that is a subset of the official one."""
     return [
         f"{'Trained' if split == 'train' else f'Evaluated ({split})'} on a subset: "
-        f"{found['examples']:,} of {found['official']:,} examples."
-        for split, found in splits.items()
-        if found["examples"] != found["official"]
+        f"{counts['examples']:,} of {counts['official']:,} examples."
+        for split, counts in splits.items()
+        # A subset makes numbers that no published one compares with.
+        if counts["examples"] != counts["official"]
     ]
 
 

@@ -84,19 +84,20 @@ def measure(
     trained = options["task.tokens_per_sample"]
     known = {name: Protocol.parse(name) for name in sorted({name for _, name in evaluations})}
     for split in dict.fromkeys(split for split, _ in evaluations):
-        names = [name for own, name in evaluations if own == split]
-        found: Run = {}
+        names = [name for split_of, name in evaluations if split_of == split]
+        by_protocol: Run = {}
         for name in (name for name in names if known[name].by_fairseq):
             log = folder / f"eval-{checkpoint.stem}-{split}-{name}.log"
             run(evaluation_command(checkpoint, data, split, name, options), log)
-            found[name] = read_evaluation(log, data, split)
-        if others := [name for name in names if name not in found]:
+            by_protocol[name] = read_evaluation(log, data, split)
+        # In one process: the model is loaded once for all lengths.
+        if others := [name for name in names if name not in by_protocol]:
             out = folder / f"eval-{checkpoint.stem}-{split}-lengths.json"
             measured = written_by(run, out, "score_lm", checkpoint, data, split, *others)
-            found |= {n: _complete(n, measured[n], data, split, trained, out) for n in others}
-        metrics[split] = {name: found[name] for name in names}
-    said = {name: protocol.sentence(trained) for name, protocol in known.items()}
-    return {"metrics": metrics, "protocol": said}
+            by_protocol |= {n: _complete(n, measured[n], data, split, trained, out) for n in others}
+        metrics[split] = {name: by_protocol[name] for name in names}
+    sentences = {name: protocol.sentence(trained) for name, protocol in known.items()}
+    return {"metrics": metrics, "protocol": sentences}
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
@@ -111,6 +112,7 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
             f"position encoding {', '.join(names)} has no rotations to scale: evaluate it without "
             "context scaling"
         )
+    # Refused before the training: it would be found after hours.
     longest = max((protocol.longest for protocol in wanted), default=0)
     learned = options.get("model.decoder_learned_pos") and not options.get(
         "model.no_token_positional_embeddings"
@@ -129,7 +131,8 @@ def evaluation_command(
 
     A model with a memory of earlier blocks needs the task of its training to carry it.
     """
-    tokens, parsed = options["task.tokens_per_sample"], Protocol.parse(protocol)
+    tokens = options["task.tokens_per_sample"]
+    parsed = Protocol.parse(protocol)
     overrides = parsed.overrides(tokens)
     return [
         str(BIN / "fairseq-eval-lm"),
@@ -142,6 +145,7 @@ def evaluation_command(
         *("--context-window", str(parsed.context_window(tokens))),
         *("--sample-break-mode", "none"),
         *("--max-tokens", str(options["dataset.max_tokens"] or tokens)),
+        # Workers of a data loader would cost more than the evaluation of a small model.
         *("--num-workers", "0"),
         *(("--model-overrides", str(overrides)) if overrides else ()),
         "--no-progress-bar",
@@ -161,10 +165,14 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
 def _complete(
     name: str, measured: Run, data: Path, split: str, trained: int, source: Path
 ) -> dict[str, float]:
-    """Return the metrics of a protocol, which must have scored all tokens of the manifest."""
+    """Return the metrics of a protocol, which must have scored all tokens of the manifest.
+
+    Raises: RunFailed if it has not.
+    """
     protocol = Protocol.parse(name)
     tokens = manifest(data).get("splits", {}).get(split, {}).get("tokens")
     expected = protocol.count(tokens, trained) if tokens else measured["tokens"]
+    # fairseq leaves out what does not fit into a batch, without an error.
     if measured["tokens"] != expected:
         raise RunFailed(f"{source}: {measured['tokens']} of {expected} tokens were evaluated")
     return measured if protocol.is_partial else with_words(measured, data, split)
@@ -235,6 +243,6 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
     Trap: fairseq rounds the loss to 3 decimals and its perplexity, of the loss before rounding, to
     2. Above a perplexity of about 14 the second is more exact.
     """
-    found = fairseq_log.parse_validation(log, split)
-    exact = EXACT_ABOVE < found["ppl"] < math.inf
-    return fairseq_log.scored(math.log2(found["ppl"]) if exact else found["loss"])
+    printed = fairseq_log.parse_validation(log, split)
+    exact = EXACT_ABOVE < printed["ppl"] < math.inf
+    return fairseq_log.scored(math.log2(printed["ppl"]) if exact else printed["loss"])

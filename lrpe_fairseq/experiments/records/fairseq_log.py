@@ -58,6 +58,7 @@ class TrainingLog:
         if not self.inner:
             raise ValueError("the training log has no train_inner line")
         last = max(self.inner)
+        # Not the first tenth: it has compilation, caches and the first touch of memory.
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
         return round(statistics.median(speed for speed in speeds if speed > 0), 1)
 
@@ -65,7 +66,9 @@ class TrainingLog:
         tokens, before = 0.0, 0
         for n, values in sorted(self.inner.items()):
             if n <= update:
-                tokens, before = tokens + (n - before) * float(values["wpb"]), n
+                tokens = tokens + (n - before) * float(values["wpb"])
+                before = n
+        # Updates after the last logged one have the usual batch.
         first = next(iter(self.inner.values()), {"wpb": 0})
         return round(tokens + (update - before) * float(first["wpb"]))
 
@@ -104,16 +107,16 @@ def peak_of_gpu(path: Path) -> float | None:
 
 def million_parameters(path: Path) -> float | None:
     """Return the number of the model's parameters, in millions; None if the log lacks it."""
-    found = PARAMETERS.search(_text(path))
-    return int(found[1].replace(",", "")) / 1e6 if found else None
+    match = PARAMETERS.search(_text(path))
+    return int(match[1].replace(",", "")) / 1e6 if match else None
 
 
 def served(path: Path) -> dict[str, list[str]]:
-    """Return which forms computed each attention, as ``kernels.loader.log_served`` has logged."""
-    found: dict[str, set[str]] = {}
-    for what, form in SERVED.findall(_text(path)):
-        found.setdefault(what, set()).add(form)
-    return {what: sorted(forms) for what, forms in found.items()}
+    """Return the kernels by operation, as ``kernels.loader.log_served`` has logged them."""
+    kernels_of: dict[str, set[str]] = {}
+    for operation, kernel in SERVED.findall(_text(path)):
+        kernels_of.setdefault(operation, set()).add(kernel)
+    return {operation: sorted(kernels) for operation, kernels in kernels_of.items()}
 
 
 def last_update(path: Path) -> int:
@@ -131,8 +134,8 @@ def ended_not_finite(path: Path) -> bool:
 def last_line(path: Path) -> str:
     """Return the last informative line of a log; after a crash, the exception."""
     lines = filter(None, map(str.strip, _tail(path).splitlines()))
-    said = [line for line in lines if not line.startswith(("Set the environment", "^"))]
-    return said[-1][:300] if said else "it printed nothing"
+    informative = [line for line in lines if not line.startswith(("Set the environment", "^"))]
+    return informative[-1][:300] if informative else "it printed nothing"
 
 
 def parse_evaluation(log: Path) -> dict[str, float]:
@@ -142,7 +145,8 @@ def parse_evaluation(log: Path) -> dict[str, float]:
         status 0.
     """
     output = log.read_text(encoding="utf-8")
-    tokens, loss = TOKENS.findall(output), LOSS.findall(output)
+    tokens = TOKENS.findall(output)
+    loss = LOSS.findall(output)
     if not tokens or not loss:
         raise ValueError(f"fairseq-eval-lm printed no perplexity ({log})")
     count = int(tokens[-1].replace(",", ""))
@@ -151,6 +155,7 @@ def parse_evaluation(log: Path) -> dict[str, float]:
             "fairseq-eval-lm evaluated 0 tokens, so its perplexity means nothing: pass "
             "--tokens-per-sample no greater than the one of training"
         )
+    # fairseq counts tokens with infinite scores and leaves their loss out of the mean.
     return {**scored(math.inf if INFINITE in output else float(loss[-1])), "tokens": count}
 
 
@@ -171,10 +176,10 @@ def scored(loss: float) -> dict[str, float]:
 def parse_validation(log: Path, split: str) -> dict[str, float]:
     """Return what fairseq-validate measured on ``split``. Raises: ValueError if it is missing."""
     output = log.read_text(encoding="utf-8")
-    found = re.findall(rf"\| {re.escape(split)} \| (\{{.*\}})", output)
-    if not found:
+    printed = re.findall(rf"\| {re.escape(split)} \| (\{{.*\}})", output)
+    if not printed:
         raise ValueError(f"fairseq-validate printed no numbers for {split} ({log})")
-    values = json.loads(found[-1])
+    values = json.loads(printed[-1])
     return {n.removeprefix(f"{split}_"): float(v) for n, v in values.items() if n != "epoch"}
 
 
@@ -190,6 +195,8 @@ def _tail(path: Path) -> str:
     """Return the end of a log; empty without a log."""
     try:
         with open(path, "rb") as log:
+            # A log of a long training has hundreds of megabytes, and progress is read every
+            # second.
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
             return log.read().decode("utf-8", errors="replace")
     except OSError:
@@ -198,8 +205,8 @@ def _tail(path: Path) -> str:
 
 def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the logger and the values of every whole line with statistics."""
-    found = map(statistics_of, text.splitlines(keepends=True))
-    return [entry for entry in found if entry is not None]
+    entries = map(statistics_of, text.splitlines(keepends=True))
+    return [entry for entry in entries if entry is not None]
 
 
 def statistics_of(line: str) -> tuple[str, dict[str, Any]] | None:

@@ -77,14 +77,15 @@ class Protocol:
         Protocol(kind='tail', length=2048, step=128, scaling='none', factor=1.0)
         """
         plain, _, scaled = name.partition("+")
-        if found := SCALED.fullmatch(scaled):
-            return replace(cls.parse(plain), scaling=found[1], factor=float(found[2]))
+        if match := SCALED.fullmatch(scaled):
+            return replace(cls.parse(plain), scaling=match[1], factor=float(match[2]))
         kind, *numbers = name.split("-")
-        own = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
-        if kind not in KINDS or len(numbers) not in own or not all(map(_is_length, numbers)):
+        allowed = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
+        if kind not in KINDS or len(numbers) not in allowed or not all(map(_is_length, numbers)):
             raise ValueError(f"there is no protocol {name!r}; the protocols are {FORMS}")
         length = int(numbers[0]) if numbers else 0
         step = int(numbers[1]) if len(numbers) > 1 else TAIL_STEP if kind == TAIL else 0
+        # Tokens beyond the window would never be scored.
         if step > length:
             raise ValueError(f"protocol {name!r} scores {step} tokens of windows of {length}")
         return cls(kind, length, step)
@@ -99,8 +100,8 @@ class Protocol:
 
         trained: T, from which the context is scaled.
         """
-        own = {"scaling": self.scaling, "factor": self.factor, "length": trained}
-        return {} if self.scaling == "none" else {f"context_{k}": v for k, v in own.items()}
+        context = {"scaling": self.scaling, "factor": self.factor, "length": trained}
+        return {} if self.scaling == "none" else {f"context_{k}": v for k, v in context.items()}
 
     @property
     def is_paired(self) -> bool:
@@ -139,6 +140,7 @@ class Protocol:
                     yield Window(first, min(first + self.length, end), first)
             return
         length = self.length or trained
+        # A window moves on by what it scores, so every token is scored once.
         context = length - self.step if self.kind == TAIL else self.context_window(trained)
         for first in range(0, tokens, length - context):
             yield Window(max(0, first - context), min(first + length - context, tokens), first)
@@ -157,7 +159,8 @@ class Protocol:
                 f"{plain} The rotations of the model are scaled for the evaluation: {self.scaling} "
                 f"by {self.factor:g}, from {trained} tokens."
             )
-        length, half = self.length, trained // 2
+        length = self.length
+        half = trained // 2
         if self.by_fairseq:
             return {
                 BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {trained} tokens; a token "
@@ -190,6 +193,10 @@ class Protocol:
         }[self.kind]
 
     def _paired_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        """Yield the windows of ``paired`` and ``truncated``.
+
+        Raises: ValueError if the length or the text does not fit.
+        """
         block = LONGEST * trained
         if not trained <= self.length <= block:
             raise ValueError(
@@ -201,15 +208,21 @@ class Protocol:
                 f"a paired protocol needs a block of {block} tokens, but the text has {tokens}"
             )
         for end in range(block, tokens + 1, block):
+            # The ends of blocks are the same tokens for every length.
             yield Window(end - self.length, end, end - trained)
 
     def _repeated_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        """Yield the windows of ``repeated``.
+
+        Raises: ValueError if the distance or the text does not fit.
+        """
         block = LONGEST * trained
         if not SPAN <= self.length <= block:
             raise ValueError(
                 f"a repeated span needs a distance from {SPAN}, its length, to {block}, {LONGEST} "
                 f"times the length of training, not {self.length}"
             )
+        # The first block has no block before it that the span could be copied from.
         if tokens < 2 * block:
             raise ValueError(
                 f"repeated spans need two blocks of {block} tokens, but the text has {tokens}"
@@ -237,6 +250,7 @@ def holds_to(measured: Mapping[str, Metrics], length: int) -> int | None:
     if length not in lengths:
         return None
     trained, *longer = lengths
+    # A length that diverged has no delta: the model does not hold there.
     rise = {n: measured[f"{PAIRED}-{n}"].get("delta", math.inf) for n in longer}
     return [trained, *itertools.takewhile(lambda n: rise[n] <= BREAK, longer)][-1]
 
@@ -247,8 +261,8 @@ def beyond_window(measured: Mapping[str, Metrics], length: int) -> float | None:
     It is the loss of ``truncated-L`` minus that of ``paired-L``: the same tokens and windows, with
     and without a limit of every layer to the last T tokens.
     """
-    found = [measured.get(f"{kind}-{length}", {}).get("loss") for kind in (TRUNCATED, PAIRED)]
-    return None if None in found else (found[0] - found[1]) * math.log(2)
+    losses = [measured.get(f"{kind}-{length}", {}).get("loss") for kind in (TRUNCATED, PAIRED)]
+    return None if None in losses else (losses[0] - losses[1]) * math.log(2)
 
 
 def bounds(length: int) -> list[int]:
@@ -257,10 +271,10 @@ def bounds(length: int) -> list[int]:
     >>> bounds(100)
     [16, 32, 64, 100]
     """
-    found = [FIRST_BOUND]
-    while found[-1] < length:
-        found.append(2 * found[-1])
-    return [*found[:-1], length]
+    upper = [FIRST_BOUND]
+    while upper[-1] < length:
+        upper.append(2 * upper[-1])
+    return [*upper[:-1], length]
 
 
 def _is_length(text: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.files import atomic_write
-from lrpe_fairseq.experiments.records.runs import USAGE
+from lrpe_fairseq.experiments.records.provenance import USAGE
 
 SCHEDULE = "lrpe_trapezoid"
 LENGTH = frozenset({"optimization.max_update", "lr_scheduler.max_update"})
@@ -28,6 +28,7 @@ def common_updates(config: Mapping[str, Any], updates: int) -> int:
     if config.get("lr_scheduler._name") != SCHEDULE:
         return 0
     shorter = min(int(config["optimization.max_update"]), updates)
+    # Until the shorter one lowers its rate, both have the same updates.
     return round(shorter * (1 - float(config["lr_scheduler.decay_share"])))
 
 
@@ -37,6 +38,7 @@ def kept(settings: Any) -> int:
     settings: its configuration.
     """
     interval = int(settings.checkpoint.get("keep_interval_updates_pattern", -1))
+    # Other schedules depend on the length from the first update.
     return interval if settings.lr_scheduler._name == SCHEDULE and interval > 0 else 0
 
 
@@ -46,12 +48,15 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
     source: ``<run>/checkpoints/checkpoint_*_<updates>.pt``. It is the last checkpoint and the best
     one so far.
     """
-    home, target = source.parent.parent, folder / "checkpoints"
+    home = source.parent.parent
+    target = folder / "checkpoints"
     target.mkdir(parents=True, exist_ok=True)
+    # The copy is the same training: its commits and its data are those of the trunk.
     for name in (USAGE, f"checkpoints/{checkpoints.DICTIONARIES}"):
         shutil.copyfile(home / name, folder / name)
     log = (home / "train.log").read_text(encoding="utf-8", errors="replace")
     with atomic_write(folder / "train.log") as file:
+        # Later lines are of the other branch.
         file.writelines(_until(log, updates))
     for name in (checkpoints.BEST, checkpoints.LAST):
         with open(source, "rb") as content, atomic_write(target / name, "wb") as file:
@@ -60,23 +65,24 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
 
 def candidates(folder: Path) -> dict[Path, int]:
     """Return the periodic checkpoints of the other runs beside ``folder``, most updates first."""
-    found = {
+    updates_of = {
         path: updates
         for other in sorted(folder.parent.glob("*/checkpoints"))
         if other.parent != folder
         for updates, path in checkpoints.periodic(other).items()
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return dict(sorted(updates_of.items(), key=lambda item: -item[1]))
 
 
 def _until(log: str, updates: int) -> list[str]:
     """Return the lines of a training log before the first one of a later update."""
     lines = log.splitlines(keepends=True)
     for number, line in enumerate(lines):
-        found = fairseq_log.statistics_of(line)
-        if found is None:
+        entry = fairseq_log.statistics_of(line)
+        if entry is None:
             continue
-        values = found[1]
+        values = entry[1]
+        # A validation logs its updates under another name.
         if int(values.get("num_updates", values.get("valid_num_updates", 0))) > updates:
             return lines[:number]
     return lines

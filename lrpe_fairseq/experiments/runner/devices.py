@@ -39,6 +39,7 @@ class Devices:
         """Number of processes that fairseq starts: one per GPU."""
         visible = torch.cuda.device_count()
         mine = visible if self.gpus is None else min(visible, len(self.gpus))
+        # Without a GPU there is one process.
         return max(1, mine) * self.nodes
 
     @property
@@ -50,10 +51,11 @@ class Devices:
         torch keeps large tensors in huge pages, if Linux permits it: every update allocates the
         logits anew; on a virtual machine their page faults are a large part of a small training.
         """
-        found = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         for name, value in {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}.items():
-            found[name] = os.environ.get(name, value)
-        return found | self.visible
+            # What the user has set stays.
+            variables[name] = os.environ.get(name, value)
+        return variables | self.visible
 
     @property
     def visible(self) -> dict[str, str]:
@@ -86,6 +88,7 @@ class Devices:
         if self.nodes == 1:
             return command
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+        # Every job of a node needs a port of its own.
         group: dict[str, Any] = {"distributed_port": port}
         if not torch.cuda.is_available():
             group = {
@@ -105,6 +108,7 @@ class Devices:
 
 def hydra_override(key: str, value: str) -> str:
     """Return ``++key=value`` in hydra's grammar, which sets a key that the YAML may lack."""
+    # Plain words need no quotes, and commands that are printed stay readable.
     if re.fullmatch(r"[\w./:+-]+|\[[\w.,+-]*\]", value):
         return f"++{key}={value}"
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
@@ -113,13 +117,13 @@ def hydra_override(key: str, value: str) -> str:
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
     """Parse ``section.key=value`` words. Raises: ValueError for any other word."""
-    found = {}
+    values = {}
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals or "." not in key:
             raise ValueError(f"an override is section.key=value, not {word!r}")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def divided(settings: Any, processes: int) -> dict[str, str]:
@@ -129,8 +133,8 @@ def divided(settings: Any, processes: int) -> dict[str, str]:
 
     Raises: ValueError if the processes cannot have equal parts.
     """
-    if found := division(settings, processes):
-        return found
+    if sizes := division(settings, processes):
+        return sizes
     raise ValueError(
         f"{processes} processes cannot have equal parts of {described(settings)}: use another "
         "number of GPUs, or another batch"
@@ -145,12 +149,14 @@ def described(settings: Any) -> str:
 
 def division(settings: Any, processes: int) -> dict[str, str]:
     """Return what :func:`divided` does; empty if the processes cannot have equal parts."""
-    frequency, limits = _frequency(settings), _limits(settings)
+    frequency = _frequency(settings)
+    limits = _limits(settings)
     with_batch_norm = settings.model.get("norm") == "batch"
     fewest = frequency if with_batch_norm else math.ceil(frequency / processes)
     for each in range(fewest, frequency + 1):
         batches = each * processes
         sizes = {key: size * frequency // batches for key, size in limits.items()}
+        # The first that fits has the fewest, largest batches.
         if all(_is_equal(settings, key, size, batches) for key, size in sizes.items()):
             smaller = {f"dataset.{k}": str(n) for k, n in sizes.items() if n != limits[k]}
             return {"optimization.update_freq": f"[{each}]", **smaller}
@@ -159,7 +165,8 @@ def division(settings: Any, processes: int) -> dict[str, str]:
 
 def _is_equal(settings: Any, key: str, size: int, batches: int) -> bool:
     """True if ``batches`` batches of ``size`` have the samples of the configuration's update."""
-    whole, frequency = _limits(settings)[key], _frequency(settings)
+    whole = _limits(settings)[key]
+    frequency = _frequency(settings)
     if size == whole or size * batches != whole * frequency:
         return size == whole
     task = settings.task
@@ -175,6 +182,7 @@ def _samples(settings: Any, key: str, size: int) -> int:
     """Return how many samples, or blocks of a text, fairseq puts into a batch of ``size``."""
     count = size if key == "batch_size" else size // settings.task.tokens_per_sample
     multiple = settings.dataset.get("required_batch_size_multiple", FAIRSEQ_MULTIPLE)
+    # fairseq rounds a batch down to a multiple, so halves of a batch may lose samples.
     return count if count < multiple else count // multiple * multiple
 
 

@@ -18,11 +18,18 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, precision, runs
+from lrpe_fairseq.experiments.records import (
+    checkpoints,
+    fairseq_log,
+    precision,
+    provenance,
+    runs,
+)
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.records.machine import environment
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, read_run, write_run
+from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import branches, identity, processes
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
@@ -90,10 +97,12 @@ class TrainingRun(ABC):
         if cls.data_name and cell.dataset:
             base, _ = precision.parted(scale)
             data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=base)
+        # One run without a rate in its name, unless the family searches rates.
         rates: list[Any] = [""]
         if "{lr}" in cls.run_name:
             rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
-        made, pattern = [], cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
+        made = []
+        pattern = cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
         known = {"scale": scale, "cell": cell.name, "dataset": cell.dataset, "seed": seed}
         for lr in (f"{rate:g}" if rate else "" for rate in rates):
             name = pattern.format(**known, data=data.name, lr=lr)
@@ -119,7 +128,8 @@ class TrainingRun(ABC):
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
         """Return the cell's other options that the YAML contradicts, then the cell's changes."""
-        usual = [own for own in cell.options if own not in cell.changed]
+        # Usual values are set only where the YAML has others: commands stay short.
+        usual = [pair for pair in cell.options if pair not in cell.changed]
         words, changes = (
             [_override(key, value) for option, value in part for key in cls.keys_of(option)]
             for part in (usual, cell.changed)
@@ -211,8 +221,8 @@ class TrainingRun(ABC):
 
     def _log_format(self) -> dict[str, str]:
         """Return what makes the training log JSON; empty if the YAML does."""
-        given = OmegaConf.select(self.yaml(), LOG_FORMAT)
-        return {} if given == "json" else {LOG_FORMAT: "json"}
+        stated = OmegaConf.select(self.yaml(), LOG_FORMAT)
+        return {} if stated == "json" else {LOG_FORMAT: "json"}
 
     def _path_of_data(self) -> str:
         """Return fairseq's path of the data; while they are not prepared, that of the YAML."""
@@ -278,8 +288,10 @@ class TrainingRun(ABC):
         """Return the run file if it is valid and has the current settings and data."""
         try:
             run = read_run(self.result)
+        # A damaged run file is written again from the checkpoint.
         except (OSError, ValueError):
             return None
+        # A run file of other settings or data counts as missing, and is replaced.
         return None if self.differences(run["config"]) or self.other_data(run) else run
 
     def missing(self, run: Run) -> Evaluations:
@@ -325,8 +337,9 @@ class TrainingRun(ABC):
         if seen <= branches.common_updates(config, self.max_update()):
             longer = branches.LENGTH
         changed = sorted(self.differences(config) - longer)
-        changed += [f"data ({part})" for part in self.other_data(runs.usage(self.folder))]
+        changed += [f"data ({part})" for part in self.other_data(provenance.usage(self.folder))]
         if changed:
+            # They belong to another training; resuming them would mix two.
             checkpoints.remove(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
         return 0 if changed else seen
@@ -345,20 +358,24 @@ class TrainingRun(ABC):
         with processes.locked(self.folder) as lock:
             run_here = shell(children, devices, lock)
             known = self.recorded()
+            # Another process may have finished it while this one waited for the lock.
             if known and not self.missing(known):
                 return False
             if known and self._complete(known, run_here, say):
                 return True
+            # The run file is replaced, with all that it had: an evaluation must not get lost.
             run = self._with_those_of(known)
             try:
                 self.train(children, devices, lock, say)
             except Diverged as error:
                 say(f"{error}; the run file says so")
+                # A result, not an error: the page then says that the row diverged.
                 measured = run.lost()
             else:
                 checkpoints.require_best(self.checkpoints)
                 measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
+            # After the run file: until then the training can be evaluated again.
             self._remove_periodic()
         return True
 
@@ -377,8 +394,8 @@ class TrainingRun(ABC):
             best, last = map(checkpoints.load_sound, paths)
         except ValueError:
             return False
-        found = checkpoints.updates(best), checkpoints.seconds(last)
-        if found != (known.get("evaluated_update"), known["wall_seconds"]):
+        trained = checkpoints.updates(best), checkpoints.seconds(last)
+        if trained != (known.get("evaluated_update"), known["wall_seconds"]):
             return False  # of another training
         say(f"evaluating {', '.join(map(' '.join, missing))}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
@@ -402,6 +419,7 @@ class TrainingRun(ABC):
         command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
         crash = self.checkpoints / checkpoints.CRASH
+        # That of an earlier attempt would say that this one diverged.
         crash.unlink(missing_ok=True)
         try:
             children.run(command, self.log, environment=devices.environment, lock=lock)
@@ -422,12 +440,13 @@ class TrainingRun(ABC):
         Raises: UserError if the data differ from their manifest.
         """
         folders.verify(self.data)
+        # Own checkpoints first: they have more updates than a trunk that is shared.
         seen = self.ready_to_resume(say) or self.from_trunk(say)
         if seen < self.max_update():
             if not seen:
                 self.log.unlink(missing_ok=True)
                 checkpoints.remember_dictionaries(self.checkpoints, self.data)
-            runs.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
+            provenance.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
         return seen
 
     def from_trunk(self, say: Say) -> int:
@@ -441,7 +460,7 @@ class TrainingRun(ABC):
             config = checkpoints.options(checkpoints.load_sound(path))
             shared = branches.common_updates(config, self.max_update())
             same = self.differences(config) <= branches.LENGTH
-            other_data = self.other_data(runs.usage(path.parent.parent))
+            other_data = self.other_data(provenance.usage(path.parent.parent))
             if updates <= shared and same and not other_data:
                 branches.copy_trunk(path, self.folder, updates)
                 say(f"going on from {relative(path)}: until update {updates} it is this training")
@@ -458,11 +477,13 @@ class TrainingRun(ABC):
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
-        if changed := self.other_data(runs.usage(self.folder)):
+        # Data that were prepared again during the training: its first part read others.
+        if changed := self.other_data(provenance.usage(self.folder)):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
         lost = "diverged_at" in measured
+        # A training that diverged has no best checkpoint to describe.
         names = (checkpoints.CRASH,) * 2 if lost else (checkpoints.BEST, checkpoints.LAST)
         best, last = (checkpoints.load(self.checkpoints / name) for name in names)
         log = fairseq_log.read_training_log(self.log)
@@ -484,7 +505,7 @@ class TrainingRun(ABC):
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
             **environment([self.log, *self.folder.glob("eval*.log")]),
-            **runs.provenance(self.folder),
+            **provenance.provenance(self.folder),
         }
 
     def _speed(self, log: fairseq_log.TrainingLog, last: Run | None) -> float | None:
@@ -502,6 +523,7 @@ def shell(children: Children, devices: Devices, lock: int | None = None) -> Shel
     """Return what runs an evaluation as a child on ``devices``; it keeps ``lock`` open."""
 
     def run(command: list[str], log: Path) -> None:
+        # An evaluation is read from its log, which must be of this call only.
         log.unlink(missing_ok=True)
         children.run(command, log, environment=devices.environment, lock=lock)
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.kernels.dispatch import is_plain
+from lrpe_fairseq.kernels.conditions import is_plain
 from lrpe_fairseq.kernels.flash import flash, flash_kernels, flash_tiles
 from lrpe_fairseq.kernels.loader import launch, on_device
 from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like, straight
@@ -132,7 +132,7 @@ FLOAT32["key_gradient"] = ((NO_LIMIT, Tile(16, 32, 2, 1)),)
 def tile_of(name: str, call: "_Call") -> Tile:
     """Return the tile of a kernel for a call: a large one with which it spills no registers.
 
-    Forms of float32 spill. ``python -m benchmarks.compiled`` shows the figures.
+    Kernels of float32 spill. ``python -m benchmarks.compiled`` shows the figures.
     """
     major, _ = capability_of(call.given[0].device)
     wide = call.given[0].dtype == torch.float32
