@@ -26,6 +26,7 @@ from lrpe_fairseq.encodings.core.positions import (
     known_range,
 )
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, QueryKeyEncoding
+from lrpe_fairseq.encodings.core.randomness import noise_rank
 
 MOST = 2**16
 """Sines, and realizations, at most."""
@@ -277,9 +278,9 @@ def noise_like(x: Tensor) -> Tensor:
     fairseq seeds the global generators of all processes alike at every update. So only the first
     process draws from them, as one alone does. Every other process seeds a generator of its own
     with a number drawn from them plus its rank, so that a resumed training draws the same again.
+    Processes that hold parts of one text draw the same.
     """
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if group else 0
+    rank = noise_rank()
     if rank == 0:
         return torch.randn_like(x)
     seed = int(torch.randint(2**62, (), device="cpu")) + rank
