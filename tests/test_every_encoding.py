@@ -76,7 +76,7 @@ FREE = (
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
 SCALED = (
     *("rope~yarn", "lrpe-type2~yarn", "lrpe-type2~yarn-printed", "lrpe-tmlr-type1~ntk"),
-    "fope~linear",
+    *("fope~linear", "lrpe-type2~llama3"),
 )
 FLOORED = (
     *("rope^turn-plain", "lrpe-type2^turn-log", "lrpe-type8^turn-plain", "lrpe-type3^clip-plain"),

@@ -34,6 +34,7 @@ from lrpe_fairseq.attention.tokens import Tokens, check_tokens, tokens_after, to
 from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import outside_graphs
 
 __all__ = [
@@ -209,6 +210,9 @@ class MultiheadAttention(ProjectedAttention):
         check_tokens(x, key_padding_mask, positions, starts, width)
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
+        pieces = keep_state or state is not None or starts is not None
+        if self.encoding.whole_texts and pieces:
+            raise ChoiceError(self.encoding.whole_texts)
         if starts is not None and (not self.causal or positions is not None):
             raise ValueError("documents need causal attention and positions that are counted")
         if isinstance(state, Memory):

@@ -51,9 +51,9 @@ class AngleFloor(nn.Module):
     """What ``--angle-floor`` does to the angles |theta| < 2 pi / L, with L tokens in training.
 
     "turn" fixes them at 0, in training and in evaluation. "clip" raises them to 2 pi / L at the
-    start; fixed angles stay there. The others are untouched: learned ones are learned freely and
-    may cross 2 pi / L. Which angles are below the floor is decided at the start and saved in the
-    checkpoint with L, so a model that is read with another length keeps them.
+    start; fixed angles stay there. The others are untouched, as is 0 by "clip": learned ones are
+    learned freely and may cross 2 pi / L. Which angles are below the floor is decided at the start
+    and saved in the checkpoint with L, so a model that is read with another length keeps them.
 
     Args:
         kind: "turn" or "clip". theta: the angles at the start, (E,) float64. length: L.
@@ -67,7 +67,8 @@ class AngleFloor(nn.Module):
                 f"--angle-floor {kind} needs --context-length, the tokens of a text in training"
             )
         self.kind = kind
-        self.register_buffer("turning", theta.abs() * length >= 2 * math.pi)
+        turning = theta.abs() * length >= 2 * math.pi
+        self.register_buffer("turning", turning | (theta == 0) if kind == "clip" else turning)
         self.register_buffer("length", torch.tensor(length, device="cpu"))
 
     def forward(self, theta: Tensor) -> Tensor:
@@ -110,6 +111,7 @@ class Logarithmic(nn.Module):
     """
 
     floor: AngleFloor | None
+    still: Tensor
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Register rho, a float32 parameter; angles fixed at 0 have a rho that is not read."""
@@ -124,7 +126,7 @@ class Logarithmic(nn.Module):
         """The angles without context scaling, (E,), float64 where the device has it."""
         rho = self.log_theta
         theta = (rho.to(exact_type(rho.device)) / KAPPA).exp()
-        return theta if self.floor is None else self.floor.still(theta)
+        return self.fixed_at_0(theta)
 
     @property
     def unscaled(self) -> Tensor:
@@ -137,9 +139,9 @@ def _from_plain(module: Logarithmic, state: dict, prefix: str, *rest: object) ->
     theta = state.get(f"{prefix}theta")
     if theta is None:
         return
-    still = torch.zeros_like(theta, dtype=torch.bool)
+    still = module.still.to(theta.device)
     if module.floor is not None and module.floor.kind == "turn":
-        still = ~state.get(f"{prefix}floor.turning", ~still)
+        still = still | ~state.get(f"{prefix}floor.turning", ~still)
     if not (still | (theta > 0)).all():
         raise ChoiceError(
             "the checkpoint has learned angles that are not positive, which have no logarithm: "

@@ -6,6 +6,7 @@ own, and ``eval_glue``, for a fine-tuned model.
 """
 
 import argparse
+import json
 import logging
 import math
 import shlex
@@ -20,13 +21,13 @@ from torch import Tensor
 
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.criterions.classification import scores
-from lrpe_fairseq.encodings.rotations.scaling import SCALINGS
+from lrpe_fairseq.encodings.rotations.scaling import BY_TEXT, SCALINGS
 from lrpe_fairseq.experiments.data import corpus, folders, glue
 from lrpe_fairseq.experiments.families import classification, preparation_of, translation
 from lrpe_fairseq.experiments.families import lm as language_models
 from lrpe_fairseq.experiments.families.translation import Decoding
 from lrpe_fairseq.experiments.records import checkpoints, runs
-from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import (
     first_shard,
     relative,
@@ -50,6 +51,7 @@ CLASSIFIERS = ("lrpe_classifier", "lrpe_vit")
 SPLITS = ("valid", "test")
 """Evaluated by default, as far as the data have them."""
 HEAD = "sentence_classification_head"
+FACTORS_OF = "of longrope: a JSON file with short_factor and long_factor, as of transformers"
 BATCH = 32
 INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
 
@@ -65,29 +67,58 @@ def lm(arguments: list[str] | None = None) -> None:
     add("--protocols", nargs="+", default=PROTOCOLS, metavar="PROTOCOL", help=said)
     add("--context-scaling", choices=SCALINGS, default="none")
     add("--context-factor", type=float, default=1.0, metavar="F")
+    add("--longrope-factors", type=Path, metavar="FILE", help=FACTORS_OF)
     options = _parsed(parser, arguments)
     data, names = _data_folder(options.data), options.protocols
-    scaled = options.context_factor != 1
-    if (options.context_scaling != "none") != scaled or not options.context_factor >= 1:
-        raise ValueError("--context-scaling and --context-factor, above 1, need each other")
-    if scaled:
+    scaling, scaled = options.context_scaling, options.context_factor != 1
+    if (scaling == "none" and scaled) or not options.context_factor >= 1:
+        raise ValueError("--context-factor, at least 1, needs --context-scaling")
+    if scaling not in ("none", *BY_TEXT) and not scaled:
+        raise ValueError(f"--context-scaling {scaling} needs --context-factor above 1")
+    if scaling != "none":
         factor = str(options.context_factor).removesuffix(".0")
-        names = [f"{name}+{options.context_scaling}-{factor}" for name in names]
-    run = evaluate_lm(options.checkpoint, data, options.splits, names)
+        names = [f"{name}+{scaling}-{factor}" for name in names]
+    if options.longrope_factors and scaling != "longrope":
+        raise ValueError("--longrope-factors needs --context-scaling longrope")
+    factors = longrope_factors(options.longrope_factors) if options.longrope_factors else ""
+    run = evaluate_lm(options.checkpoint, data, options.splits, names, factors)
     report(run, options.out, data)
 
 
+def longrope_factors(path: Path) -> str:
+    """Return the option ``longrope_factors`` of a JSON file with the lists of transformers.
+
+    ``short_factor`` and ``long_factor`` stand at its top level, or in the ``rope_scaling`` or
+    ``rope_parameters`` of a model's config.json. Raises: UserError for another file.
+    """
+    try:
+        known = json.loads(path.read_text())
+        own = known.get("rope_scaling") or known.get("rope_parameters") or known
+        return ",".join(str(float(n)) for n in (*own["short_factor"], *own["long_factor"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path} is no JSON file with the lists short_factor and long_factor: give the "
+            "config.json of a model with longrope"
+        ) from error
+
+
 def evaluate_lm(
-    checkpoint: Path, data: Path, splits: list[str], names: Sequence[str] = PROTOCOLS
+    checkpoint: Path,
+    data: Path,
+    splits: list[str],
+    names: Sequence[str] = PROTOCOLS,
+    factors: str = "",
 ) -> Run:
     """Evaluate ``checkpoint`` on ``splits`` of a data folder and return the run file.
 
+    factors: ``longrope_factors`` of protocols with longrope; empty: those of the training.
     Raises: ValueError for an unknown protocol, a damaged or diverged checkpoint, one of another
         model, or data with another dictionary; UserError for learned positions that are too few;
         RunFailed if an evaluation fails or is empty.
     """
     wanted = [Protocol.parse(name) for name in names]
     config = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
+    config |= {language_models.FACTORS: factors} if factors else {}
     language_models.require_positions(config, config["task.tokens_per_sample"], wanted)
     _require_dictionary(checkpoint, first_shard(data) / "dict.txt", "decoder.embed_tokens.weight")
     pairs = tuple((split, name) for split in splits for name in names)
@@ -105,20 +136,24 @@ def _shown(words: list[str], log: Path) -> None:
 def score_lm(arguments: Sequence[str] | None = None) -> None:
     """Evaluate a split under protocols with lengths of their own; write the metrics as JSON."""
     options = _of_runner("score_lm", arguments)
-    found = score(options.checkpoint, options.data, options.split, options.protocols)
+    given = options.checkpoint, options.data, options.split, options.protocols
+    found = score(*given, options.longrope_factors)
     write_json(options.out, found)
 
 
 def score(
-    checkpoint: Path, data: Path, split: str, names: Sequence[str]
+    checkpoint: Path, data: Path, split: str, names: Sequence[str], factors: str = ""
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of every protocol of ``names``; the model is loaded once per scaling.
+
+    factors: see :func:`evaluate_lm`.
 
     Raises: ValueError if the split is absent, a protocol does not fit, or the checkpoint is
         damaged, diverged or of another model, or ``documents`` does not list the documents.
     """
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
     home, length = first_shard(data), trained["task.tokens_per_sample"]
+    factors = factors or trained.get(language_models.FACTORS, "")
     dictionary = Dictionary.load(str(home / "dict.txt"))
     lines = data_utils.load_indexed_dataset(str(home / split), dictionary)
     if lines is None:
@@ -131,7 +166,8 @@ def score(
     found: dict[str, dict[str, float]] = {}
     for scaling in dict.fromkeys(name.partition("+")[2] for name in names):
         own = [name for name in names if name.partition("+")[2] == scaling]
-        overrides = {"data": str(home), **Protocol.parse(own[0]).overrides(length)}
+        protocol = Protocol.parse(own[0])
+        overrides = {"data": str(home), **protocol.overrides(length, factors)}
         (model,), _ = checkpoint_utils.load_model_ensemble([str(checkpoint)], overrides)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         found |= scoring.evaluate(model, text, dictionary.eos(), length, own, starts)
@@ -348,6 +384,7 @@ def _of_runner(name: str, given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="a folder of data-prep; of GLUE, such as …/RTE")
     parser.add_argument("split")
     parser.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="of score_lm")
+    parser.add_argument("--longrope-factors", default="", help="of score_lm")
     parser.add_argument("--out", type=Path, required=True)
     logging.basicConfig(level=logging.INFO)
     return parser.parse_args(given)

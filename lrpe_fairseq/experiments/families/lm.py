@@ -19,6 +19,7 @@ from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 PLAIN_TASK = "language_modeling"
+FACTORS = "model.longrope_factors"
 WITHOUT_EOS = ("pg19", "gutenberg")  # books: perplexity per word does not count line ends
 EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
 
@@ -77,7 +78,8 @@ def measure(
 ) -> Run:
     """Return ``metrics`` and ``protocol`` of a checkpoint.
 
-    options: of its training, by dotted key. folder: of the logs.
+    options: of its training, by dotted key; ``model.longrope_factors`` are those of protocols with
+        longrope. folder: of the logs.
     Raises: RunFailed if an evaluation fails or did not score every token.
     """
     metrics: Run = {}
@@ -92,7 +94,9 @@ def measure(
             found[name] = read_evaluation(log, data, split)
         if others := [name for name in names if name not in found]:
             out = folder / f"eval-{checkpoint.stem}-{split}-lengths.json"
-            measured = written_by(run, out, "score_lm", checkpoint, data, split, *others)
+            factors = options.get(FACTORS, "")
+            words = ("--longrope-factors", factors) if factors else ()
+            measured = written_by(run, out, "score_lm", checkpoint, data, split, *others, *words)
             found |= {n: _complete(n, measured[n], data, split, trained, out) for n in others}
         metrics[split] = {name: found[name] for name in names}
     said = {name: protocol.sentence(trained) for name, protocol in known.items()}
@@ -130,7 +134,7 @@ def evaluation_command(
     A model with a memory of earlier blocks needs the task of its training to carry it.
     """
     tokens, parsed = options["task.tokens_per_sample"], Protocol.parse(protocol)
-    overrides = parsed.overrides(tokens)
+    overrides = parsed.overrides(tokens, options.get(FACTORS, ""))
     return [
         str(BIN / "fairseq-eval-lm"),
         relative(first_shard(data)),
