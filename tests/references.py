@@ -93,6 +93,9 @@ def score_matrix(
     """
     if isinstance(encoding, ScoreEncoding):
         q = q * encoding.content_scale
+        if x is not None:
+            q, k = encoding.widened(x, q / encoding.softmax_scale, k, k_positions)
+            q = q * encoding.softmax_scale
         visible = visible_matrix(encoding, q, k)
         return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions, visible)
     gates = None if x is None else encoding.log_gates(x)

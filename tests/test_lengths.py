@@ -486,9 +486,10 @@ def check_by_hand(run, found, out):
     assert blocks["loss"] == pytest.approx(same["loss"], abs=1e-4)
     assert scaled["paired-128+yarn-2.5"]["loss"] != plain["paired-128"]["loss"]
 
-    pairs = checkpoints.options(checkpoint)["model.decoder_embed_dim"] // 2
-    heads = checkpoints.options(checkpoint)["model.decoder_attention_heads"]
-    lists = {"short_factor": [1.0] * (pairs // heads), "long_factor": [4.0] * (pairs // heads)}
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
+    heads = trained["model.decoder_attention_heads"]
+    pairs = trained["model.decoder_embed_dim"] // heads // 2
+    lists = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
     file = out.with_name("config.json")
     file.write_text(json.dumps({"rope_scaling": lists}))
     losses = {}

@@ -215,7 +215,8 @@ class ProjectedAttention(nn.Module):
         Keys and values are those of the memory (B, S, C'), or of x.
         """
         if not self.encoding.decomposable:
-            return self._project(x, memory, queries)
+            q, k, v = self._project(x, memory, queries)
+            return *self.encoding.widened(x, q, k, queries.positions), v
         source, keys = (x, queries) if memory is None else (memory, keys)
         at = queries.at, keys.at
         kernels = self._kernels(x, source, *at)

@@ -39,6 +39,8 @@ from lrpe_fairseq.encodings.scores.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
 from lrpe_fairseq.encodings.scores.cope import CoPE
 from lrpe_fairseq.encodings.scores.deberta import DeBERTa
 from lrpe_fairseq.encodings.scores.fire import FIRE
+from lrpe_fairseq.encodings.scores.grape_a import GrapeA
+from lrpe_fairseq.encodings.scores.grape_ap import GrapeAP
 from lrpe_fairseq.encodings.scores.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.scores.sandwich import Sandwich
 from lrpe_fairseq.encodings.scores.shaw import Shaw
@@ -102,6 +104,8 @@ ENCODINGS: dict[str, Constructor] = {
     "deberta": DeBERTa,
     "cope": CoPE,
     "stick-breaking": StickBreaking,
+    "grape-a": GrapeA,
+    "grape-ap": GrapeAP,
     "tape": TAPE,
 }
 

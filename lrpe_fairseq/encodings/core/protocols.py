@@ -329,6 +329,16 @@ class ScoreEncoding(Encoding):
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
     overrides :meth:`forward` or :meth:`weigh`."""
 
+    def widened(self, x: Tensor, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k with features that the method computes from the input of the layer.
+
+        Attention calls it before anything is scaled or stored, so that a state of decoding holds
+        the features of keys. They must not change q k^T. By default there are none.
+
+        Args: x: (B, T, C). q, k: (B, H, T, D). positions: int64 (T,) or (B, T).
+        """
+        return q, k
+
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         own = cls.forward, cls.weigh
