@@ -370,8 +370,8 @@ def build_encoding(
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
     if not encoding.angles and options.of(AngleOptions) != AngleOptions():
         raise ChoiceError(
-            f"position encoding {name!r} does not support --angle-floor and --angle-parameter: "
-            "leave them out, or choose rope or an LRPE type with rotations"
+            f"position encoding {name!r} does not support --angle-lr-scale, --angle-floor and "
+            "--angle-parameter: leave them out, or choose rope or an LRPE type with rotations"
         )
     if not encoding.scales and options.of(RotationOptions) != RotationOptions():
         raise ChoiceError(

@@ -62,4 +62,5 @@ def _defaults_of_other_layers(options: Any, layer: int) -> dict[str, Any]:
             found |= {field.name: field.default for field in fields(kind)}
     if angles_of(own) != "learned" and any(angles_of(name) == "learned" for name in names):
         found["angle_parameter"] = AngleOptions.angle_parameter
+        found["angle_lr_scale"] = AngleOptions.angle_lr_scale
     return found

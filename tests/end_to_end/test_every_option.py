@@ -75,6 +75,7 @@ NEEDED = {  # options without which another one is refused
     "turn": {"context_length": 9},
     "clip": {"context_length": 9},
     "log": {"position_encoding": "lrpe-type2"},
+    "angle_lr_scale": {"position_encoding": "lrpe-type2"},
     "grid_height": {"grid_width": 2},
     "position_grid": {"grid_width": 2, "position_encoding": "rope"},
 }

@@ -45,6 +45,19 @@ class AngleOptions:
         "LRPE with learned angles: theta itself (plain) or theta = exp(rho / 16) (log) is learned",
         choices=PARAMETERS,
     )
+    angle_lr_scale: float = option(
+        1.0,
+        "LRPE with learned angles: their learning rate under Adam, in units of that of the other "
+        "parameters",
+        above=0,
+    )
+
+    def __post_init__(self) -> None:
+        if self.angle_lr_scale != 1 and self.angle_parameter == "log":
+            raise ChoiceError(
+                "--angle-lr-scale is for --angle-parameter plain: a step of a logarithm is a share "
+                "of the angle already"
+            )
 
 
 class AngleFloor(nn.Module):
@@ -132,6 +145,53 @@ class Logarithmic(nn.Module):
     def unscaled(self) -> Tensor:
         """The angles per token before context scaling, (E,), with the floor."""
         return self.theta
+
+
+class Slow(nn.Module):
+    """Mixin of cores with learned angles: theta = c rho, c of ``--angle-lr-scale``.
+
+    An Adam step moves rho by about its rate, whatever the size of the gradient, and theta by c
+    times that: the angles have a learning rate of their own under any optimizer of Adam's kind, in
+    half precision too. A gradient that is multiplied by c would change nothing. It is the update
+    of a parameter group with c times the rate, with Adam's epsilon divided by c; a weight decay of
+    ``adam`` shrinks the angles as without the option.
+
+    Checkpoints hold ``theta``, in radians, so that they are read with any c.
+    """
+
+    options_of_angles: AngleOptions
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Register rho, a float32 parameter."""
+        theta = theta if self.floor is None else self.floor(theta)
+        self.slow_theta = undecayed((theta / self.lr_scale).float())
+        self.cache = None
+        self.register_state_dict_post_hook(_as_theta)
+        self.register_load_state_dict_pre_hook(_from_theta)
+
+    @property
+    def lr_scale(self) -> float:
+        """c, a positive number."""
+        return self.options_of_angles.angle_lr_scale
+
+    @property
+    def theta(self) -> Tensor:
+        """The angles without context scaling, (E,), float64 where the device has it."""
+        rho = self.slow_theta
+        return rho.to(exact_type(rho.device)) * self.lr_scale
+
+
+def _as_theta(module: Slow, state: dict, prefix: str, local: object) -> None:
+    """Write the angles in radians into a checkpoint."""
+    rho = state.pop(f"{prefix}slow_theta")
+    state[f"{prefix}theta"] = (rho.double() * module.lr_scale).float()
+
+
+def _from_theta(module: Slow, state: dict, prefix: str, *rest: object) -> None:
+    """Read the angles of a checkpoint, in radians, as rho."""
+    theta = state.pop(f"{prefix}theta", None)
+    if theta is not None:
+        state[f"{prefix}slow_theta"] = (theta.double() / module.lr_scale).float()
 
 
 def _from_plain(module: Logarithmic, state: dict, prefix: str, *rest: object) -> None:

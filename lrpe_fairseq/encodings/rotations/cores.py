@@ -23,7 +23,13 @@ from lrpe_fairseq.encodings.core.positions import (
     known_range,
     over_heads,
 )
-from lrpe_fairseq.encodings.rotations.angles import AngleFloor, AngleOptions, Logarithmic, floor_of
+from lrpe_fairseq.encodings.rotations.angles import (
+    AngleFloor,
+    AngleOptions,
+    Logarithmic,
+    Slow,
+    floor_of,
+)
 from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers, permute
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions, scaled
 from lrpe_fairseq.encodings.rotations.spectra import spectrum
@@ -69,6 +75,7 @@ class Rotation(nn.Module):
     ) -> None:
         super().__init__()
         self.options, self.width = spec.options.of(RotationOptions), spec.head_dim
+        self.options_of_angles = spec.options.of(AngleOptions)
         if not self.reads_length:
             self._refuse_lengths()
         theta = self.frequencies(spec) if theta is None else theta
@@ -277,6 +284,14 @@ class LogUnitary(Logarithmic, LearnedUnitary):
     """:class:`LearnedUnitary` with ``--angle-parameter log``."""
 
 
+class SlowRotation(Slow, LearnedRotation):
+    """:class:`LearnedRotation` with ``--angle-lr-scale``."""
+
+
+class SlowUnitary(Slow, LearnedUnitary):
+    """:class:`LearnedUnitary` with ``--angle-lr-scale``."""
+
+
 def _apply_loaded_length(core: Rotation, keys: object) -> None:
     """Compute fixed angles of the spectrum "turns" from the length in a checkpoint."""
     given = core.options.rotation_spectrum, core.options.rotation_fraction
@@ -439,6 +454,9 @@ CORES = {
 LOGARITHMIC = {LearnedRotation: LogRotation, LearnedUnitary: LogUnitary}
 """The cores with learned angles -> those that learn the logarithms."""
 
+SLOW = {LearnedRotation: SlowRotation, LearnedUnitary: SlowUnitary}
+"""The cores with learned angles -> those with a learning rate of their own."""
+
 
 def build_core(name: str, spec: EncodingSpec) -> nn.Module:
     """Build the core ``name`` of :data:`CORES` with ``AngleOptions``.
@@ -450,14 +468,19 @@ def build_core(name: str, spec: EncodingSpec) -> nn.Module:
         return kind(spec)
     if not issubclass(kind, Rotation):
         raise ChoiceError(
-            f"Lambda {name!r} has no angles: leave out --angle-floor and --angle-parameter, or "
-            "choose rope or an LRPE type with rotations"
+            f"Lambda {name!r} has no angles: leave out --angle-lr-scale, --angle-floor and "
+            "--angle-parameter, or choose rope or an LRPE type with rotations"
         )
-    if given.angle_parameter == "log":
-        if kind not in LOGARITHMIC:
+    learned = {"--angle-parameter log": given.angle_parameter == "log"}
+    learned["--angle-lr-scale"] = given.angle_lr_scale != 1
+    for option, chosen in learned.items():
+        if chosen and kind not in LOGARITHMIC:
             raise ChoiceError(
-                f"Lambda {name!r} has fixed angles: leave out --angle-parameter log, or choose "
+                f"Lambda {name!r} has fixed angles: leave out {option}, or choose "
                 "lrpe-type2, lrpe-type3, lrpe-type6 or lrpe-tmlr-type1"
             )
+    if given.angle_parameter == "log":
         kind = LOGARITHMIC[kind]
+    elif given.angle_lr_scale != 1:
+        kind = SLOW[kind]
     return kind(spec, floored=True)
