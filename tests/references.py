@@ -115,6 +115,10 @@ def score_matrix(
         scores = scores * exponent.exp() if of_score else scores + exponent
     if gates is None:
         return scores
+    if gates.dim() == 4:  # of every feature
+        total = gates.double().cumsum(2)
+        exponent = (total.unsqueeze(3) - total.unsqueeze(2)).clamp_max(0)
+        return (q.unsqueeze(3) * k.unsqueeze(2) * exponent.exp()).sum(-1)
     total = gates.double().cumsum(-1)
     return scores + (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
 

@@ -22,7 +22,7 @@ from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_c
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.kernels import loader
 from lrpe_fairseq.kernels.dispatch import outside_graphs, without_autocast
-from lrpe_fairseq.kernels.linear import causal, causal_cpu
+from lrpe_fairseq.kernels.linear import causal, causal_cpu, channels
 from lrpe_fairseq.kernels.linear.causal import block_decay, decay_matrix, full_definition
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
@@ -85,7 +85,9 @@ def linear_attention_naive(
     given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
     q, k, v, content, log_decay = _prepare(*given)
     scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
-    if log_decay is not None:
+    if _by_feature(log_decay):
+        scores = channels.scores_naive(q, k, _without_padding(log_decay, key_padding_mask))
+    elif log_decay is not None:
         scores = scores * _factors(log_decay, q, causal, key_padding_mask)
     scores = _visible(scores, causal, window, starts)
     numerator = scores @ v
@@ -125,7 +127,10 @@ def linear_attention_window(
     window, found = keys.window if counts_slots(queries, keys) else None, []
     for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
         visible, scores = visible_pairs(queries.of(rows), keys.of(columns), True), compute()
-        if sums is not None:
+        if sums is not None and sums[0].shape[1] > q.shape[1]:
+            parts = q[:, :, rows], k[:, :, columns], sums[0][..., rows], sums[1][..., columns]
+            scores = channels.scores_between(*parts)
+        elif sums is not None:
             exponent = sums[0][..., rows, None] - sums[1][..., None, columns]
             scores = scores * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(wide)
         scores = _shown(scores, visible)
@@ -187,9 +192,10 @@ def linear_attention(
         content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
         log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied
             by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token, causal only;
-            set to 0 at padding. Trap: in causal attention a constant decay counts every slot,
-            padding included. In bidirectional attention the factor is exp(log_decay n), n the
-            number of real tokens after the earlier of s, t, up to the later one; it needs S = T.
+            set to 0 at padding. (B, H, T, D): of every feature, likewise; without a transport.
+            Trap: in causal attention a constant decay counts every slot, padding included. In
+            bidirectional attention the factor is exp(log_decay n), n the number of real tokens
+            after the earlier of s, t, up to the later one; it needs S = T.
         starts: bool (B, T), true at every token that begins a document (causal only): a decay of 0
             before it, so that no later token reads the sums of earlier ones.
         transport: of the T tokens, with w like encoded features (causal only); beta 0 at padding.
@@ -200,7 +206,9 @@ def linear_attention(
         shape, dtype or device than it must have.
     """
     _check_documents(q, causal, starts, transport)
-    if transport is not None:
+    if transport is not None or _by_feature(log_decay):
+        if not causal:
+            raise ValueError("a decay of single features needs causal=True")
         given = {"normalizer": normalizer, "content": content, "log_decay": log_decay}
         given |= {"starts": starts, "transport": transport, "dtype": dtype, "state": None}
         return linear_attention_block(q, k, v, key_padding_mask=key_padding_mask, **given)[0]
@@ -255,7 +263,8 @@ def linear_attention_block(
         denominator, after = found[0].squeeze(-1), after._replace(keys=found[2].kv.squeeze(-1))
     elif content is not None:
         keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
-        denominator, after = (content[0] * keys).sum(-1), after._replace(keys=keys[..., -1, :])
+        last = keys[..., -1, :] if keys.shape[-2] else before.keys
+        denominator, after = (content[0] * keys).sum(-1), after._replace(keys=last)
     return _narrow(_divide(numerator, denominator), dtype, normalizer), after
 
 
@@ -367,8 +376,9 @@ def _check_features(
         shape = batch, keys
         check_companion("key_padding_mask", key_padding_mask, PADDING, "(B, S)", (shape,), q)
     if log_decay is not None:
-        shapes = (heads,), (batch, heads, length)
-        check_companion("log_decay", log_decay, REAL, "(H,) or (B, H, T)", shapes, q)
+        shapes = (heads,), (batch, heads, length), (batch, heads, length, width)
+        axes = "(H,), (B, H, T) or (B, H, T, D)"
+        check_companion("log_decay", log_decay, REAL, axes, shapes, q)
 
 
 def _check_content(content: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> None:
@@ -406,7 +416,7 @@ def _check_sums(state: LinearState, q: Tensor, width: int | None) -> None:
 
 def _check_both_ways(q: Tensor, k: Tensor, log_decay: Tensor) -> None:
     """Refuse a decay that has no meaning in bidirectional attention."""
-    if log_decay.dim() == 3:
+    if log_decay.dim() != 1:
         raise ValueError(
             "log_decay of shape (B, H, T) needs causal=True; in bidirectional attention pass a "
             "constant decay of shape (H,)"
@@ -430,17 +440,28 @@ def _factors(log_decay: Tensor, q: Tensor, causal: bool, padding: Tensor | None)
     return torch.exp(log_decay.double()[:, None, None] * lag).to(q)
 
 
+def _by_feature(log_decay: Tensor | None) -> bool:
+    """True for a decay (B, H, T, D) of every feature."""
+    return log_decay is not None and log_decay.dim() == 4
+
+
 def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
     """Set a decay per token to log 1 = 0 at padding. A constant decay is not changed."""
     if log_decay is None or log_decay.dim() == 1 or key_padding_mask is None:
         return log_decay
-    return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
+    hidden = key_padding_mask.bool().unsqueeze(1)
+    return log_decay.masked_fill(hidden.unsqueeze(-1) if _by_feature(log_decay) else hidden, 0.0)
 
 
 def _with_cuts(log_decay: Tensor | None, starts: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the decay per token (B, H, T) that removes the state before every start."""
+    """Return the decay per token (B, H, T) that removes the state before every start.
+
+    (B, H, T, D) for a decay of every feature.
+    """
     if starts is None:
         return log_decay
+    if _by_feature(log_decay):
+        return torch.where(starts[:, None, :, None], LOWEST_DECAY, log_decay)
     if log_decay is None:
         log_decay = torch.zeros((), device=q.device)
     elif log_decay.dim() == 1:
@@ -581,6 +602,8 @@ def _advance(
     """
     if transport is not None:
         return _advance_carried(q, k, v, before, log_decay, with_denominator, transport)
+    if _by_feature(log_decay):
+        return _advance_by_feature(q, k, v, before, log_decay, with_denominator)
     wanted = "sums" if with_denominator else "numerator"
     numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
@@ -617,6 +640,25 @@ def _advance_carried(
     return out[..., :-1], out[..., -1], LinearState(kv[..., :-1], kv[..., -1])
 
 
+def _advance_by_feature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: LinearState,
+    log_decay: Tensor,
+    with_denominator: bool,
+) -> tuple[Tensor, Tensor | None, LinearState]:
+    """Compute :func:`_advance` with a decay of every feature, (B, H, T, D)."""
+    _log_served("pytorch", q)
+    if not with_denominator:
+        out, kv = channels.chunked_sums(q, k, v, log_decay, before.kv)
+        return out, None, LinearState(kv, before.keys)
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    kv = torch.cat([before.kv, before.keys.unsqueeze(-1)], -1)
+    out, kv = channels.chunked_sums(q, k, v, log_decay, kv)
+    return out[..., :-1], out[..., -1], LinearState(kv[..., :-1], kv[..., -1])
+
+
 def _advance_by_one(
     q: Tensor,
     k: Tensor,
@@ -632,8 +674,9 @@ def _advance_by_one(
         kv = reflected(kv.mT, transport).mT
         keys = reflected(keys.unsqueeze(2), transport).squeeze(2) if with_denominator else keys
     if log_decay is not None:
-        rate = torch.exp(log_decay.to(q))  # H, or B H 1
+        rate = torch.exp(log_decay.to(q))  # H, B H 1, or B H 1 D
         rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate
+        rate = rate.squeeze(2) if _by_feature(log_decay) else rate  # B H D
         kv, keys = kv * rate.unsqueeze(-1), keys * rate
     kv = torch.addcmul(kv, k.transpose(-1, -2), v)
     denominator = None

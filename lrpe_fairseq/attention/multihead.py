@@ -349,11 +349,15 @@ class MultiheadAttention(ProjectedAttention):
         return constant[:, None].expand(batch, -1, length)
 
     def _gates(self, x: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return the logarithms of the gates of x (B, T, C), (B, H, T), 0 at padding; or None."""
+        """Return the logarithms of the gates of x (B, T, C), 0 at padding; or None.
+
+        They are (B, H, T), or (B, H, T, D') for every encoded feature.
+        """
         gates = self.encoding.log_gates(x)
         if gates is None or padding is None:
             return gates
-        return gates.masked_fill(padding.unsqueeze(1), 0.0)
+        hidden = padding.unsqueeze(1)
+        return gates.masked_fill(hidden if gates.dim() == 3 else hidden.unsqueeze(-1), 0.0)
 
     @outside_graphs
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
@@ -427,10 +431,15 @@ class MultiheadAttention(ProjectedAttention):
             self._read = []
 
     def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
-        """Return the tokens of x (B, T, C) with sums of log gates continued from ``past``."""
+        """Return the tokens of x (B, T, C) with sums of log gates continued from ``past``.
+
+        Those of single features are one after another, (B, H D', T).
+        """
         gates = self._gates(x, tokens.padding)
         if gates is None:
             return tokens
+        if gates.dim() == 4:
+            gates = gates.mT.flatten(1, 2)
         sums = gates.double().cumsum(-1)
         return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
 

@@ -80,6 +80,11 @@ class ProjectedAttention(nn.Module):
                 f"position encoding {position_encoding!r} needs {needed}, which linear "
                 "attention does not compute; use it with softmax attention"
             )
+        if attention_type == "softmax" and not self.encoding.serves_softmax:
+            raise ChoiceError(
+                f"position encoding {position_encoding!r} decays every feature by a factor of its "
+                "own, which is no bias of a score; use it with linear attention"
+            )
         for name, projection in self._projections(embed_dim, qkv_bias).items():
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"

@@ -48,6 +48,7 @@ from lrpe_fairseq.encodings.scores.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.scores.t5 import T5Bias
 from lrpe_fairseq.encodings.scores.transformer_xl import TransformerXL
 from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
+from lrpe_fairseq.encodings.wrappers.channel import can_be_gated_by_channel, gated_channel
 from lrpe_fairseq.encodings.wrappers.fox import FoX, can_be_gated, gated
 from lrpe_fairseq.encodings.wrappers.grid import GridEncoding
 from lrpe_fairseq.encodings.wrappers.path import Path, can_be_carried, path
@@ -109,7 +110,7 @@ ENCODINGS: dict[str, Constructor] = {
     "tape": TAPE,
 }
 
-WRAPPERS = ("gated", "path", "selective")
+WRAPPERS = ("gated", "gated-channel", "path", "selective")
 """The free forms whose rest is a name."""
 
 DEFAULT = "lrpe-type2"
@@ -242,6 +243,15 @@ FAMILIES: dict[str, Family] = {
         "a decomposable encoding without gates",
         "gates can be added to decomposable encodings without gates; choose one of {}, or "
         "lrpe:<P>:<Lambda>",
+        causal_only=True,
+    ),
+    "gated-channel": _wrapper(
+        "gated-channel",
+        gated_channel,
+        lambda name: can_be_gated_by_channel(constructor_of(name)),
+        "none, or an encoding that turns pairs of features",
+        "decays of single features commute with rotations of pairs only; choose one of {}, or "
+        "lrpe:<P>:<Lambda> without a permutation",
         causal_only=True,
     ),
     "path": _wrapper(

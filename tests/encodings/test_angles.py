@@ -74,7 +74,7 @@ def rounding(name):
 
 
 def inner(name):
-    for prefix in ("gated:", "path:", "selective:"):
+    for prefix in ("gated:", "gated-channel:", "path:", "selective:"):
         name = name.removeprefix(prefix)
     return name
 

@@ -51,7 +51,12 @@ def example(dtype=torch.float64):
 
 
 def rotates(name):
-    inner = name.removeprefix("gated:").removeprefix("path:").removeprefix("selective:")
+    inner = (
+        name.removeprefix("gated-channel:")
+        .removeprefix("gated:")
+        .removeprefix("path:")
+        .removeprefix("selective:")
+    )
     return inner in ROTATING or (inner.startswith("lrpe:") and not inner.endswith("permutation"))
 
 

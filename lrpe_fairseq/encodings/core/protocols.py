@@ -100,6 +100,8 @@ class Encoding(Float32Module):
     serves_linear: bool = False
     """True if linear attention supports it: a decomposable encoding whose decay, if any, counts
     tokens."""
+    serves_softmax: bool = True
+    """False if softmax attention has no form of it: gates of single features."""
     properties: Properties = Properties()
     """What is promised about the scores; attention and models do not read it."""
     reads_grid: bool = False
@@ -185,7 +187,8 @@ class Encoding(Float32Module):
         """Return the logarithms of a decay that depends on the tokens, or None.
 
         x is the input of the layer, (B, T, C) with C = H D. The result is (B, H, T) float32, at
-        most 0. Attention multiplies by the exponential of its sum over t+1..s, and sets it to 0 at
+        most 0, or (B, H, T, D') for a decay of every encoded feature, which is for linear attention
+        only. Attention multiplies by the exponential of its sum over t+1..s, and sets it to 0 at
         padding. A constant decay comes on top.
         """
         return None if self.forget_gate is None else self.forget_gate(x)

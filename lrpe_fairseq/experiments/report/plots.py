@@ -96,7 +96,8 @@ def styles(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def _base(method: str) -> str:
     """Return the name of a method's encoding, without its gates and path."""
-    encoding = _parts(method)[0].removeprefix("gated:").removeprefix("path:")
+    encoding = _parts(method)[0].removeprefix("gated-channel:").removeprefix("gated:")
+    encoding = encoding.removeprefix("path:")
     return public_name(encoding.removeprefix("selective:"))
 
 
