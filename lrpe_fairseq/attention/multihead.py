@@ -25,7 +25,6 @@ from lrpe_fairseq.attention.projected import (
     ProjectedAttention,
     checked_window,
     feature_map,
-    feature_maps,
     warn_about_compiler,
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
@@ -35,7 +34,8 @@ from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import outside_graphs
+from lrpe_fairseq.kernels.conditions import outside_graphs
+from lrpe_fairseq.kernels.dispatch import feature_maps
 
 __all__ = [
     "ATTENTION_TYPES",

@@ -168,7 +168,7 @@ def test_a_gate_before_the_rotation_is_a_gate_after_it(name):
             q_s, k_t = inner(q[:, :, s : s + 1], k[:, :, t : t + 1], at[s : s + 1], zero + t)
             # the key is gated before it turns to its position, in the space after P
             k_0 = inner(k[:, :, t : t + 1], k[:, :, t : t + 1], zero, zero)[1] * factor
-            planes = inner.core(k_0.split(8, -1), inner.core.at(zero + t, torch.float64))
+            planes = inner.core(k_0.split(8, -1), inner.core.powers(zero + t, torch.float64))
             turned = torch.cat(planes, -1)
             wanted[:, :, s, t] = (q_s * turned).sum((-1, -2))
             torch.testing.assert_close(turned, k_t * factor, rtol=1e-10, atol=1e-10)

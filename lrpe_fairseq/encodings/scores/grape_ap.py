@@ -15,7 +15,7 @@ from lrpe_fairseq.encodings.core.protocols import Card, Properties, ScoreEncodin
 from lrpe_fairseq.encodings.rotations.cores import phases, rotate_pairs
 from lrpe_fairseq.encodings.scores.biases import seen_keys
 from lrpe_fairseq.encodings.scores.slopes import alibi_slopes
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 
 WIDTH = 8
 """d, the width of the positional features of a head, as in the authors' code."""

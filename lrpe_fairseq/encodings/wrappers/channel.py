@@ -15,7 +15,7 @@ from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.rotations.cores import Unitary
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
 from lrpe_fairseq.encodings.wrappers.selective import can_be_selective
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 
 RANK, TEMPERATURE = 16, 16.0
 """Rank of the map from the text, and the root that is taken of a sigmoid, as in the authors' code
