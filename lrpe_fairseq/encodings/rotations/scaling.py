@@ -159,7 +159,7 @@ class RotationOptions:
         )
 
 
-def scaled(theta: Tensor, given: RotationOptions, length: int | None = None) -> Tensor:
+def scaled(theta: Tensor, options: RotationOptions, length: int | None = None) -> Tensor:
     """Return the angles per token after context scaling, float64; without scaling ``theta`` itself.
 
     With i the place of an angle among the E, by size and decreasing, r = L |w| / 2 pi its turns in
@@ -183,10 +183,10 @@ def scaled(theta: Tensor, given: RotationOptions, length: int | None = None) -> 
     Trap: a learned angle is scaled in every call and keeps its value in the checkpoint.
     Raises: ChoiceError if there are not 2 E factors for longrope.
     """
-    kind, f = given.context_scaling, given.context_factor
+    kind, f = options.context_scaling, options.context_factor
     if kind == "none":
         return theta
-    theta, most = theta.to(exact_type(theta.device)), given.context_length
+    theta, most = theta.to(exact_type(theta.device)), options.context_length
     length = most if length is None else length
     if kind == "linear":
         return theta / f
@@ -195,11 +195,11 @@ def scaled(theta: Tensor, given: RotationOptions, length: int | None = None) -> 
     if kind in ("ntk", "dynamic"):
         return theta * f ** (_place(theta) / -max(len(theta) - 1, 1))
     if kind == "longrope":
-        return theta / _factors(theta, given, longer=length > most)
+        return theta / _factors(theta, options, longer=length > most)
     if kind == "yarn":
-        kept = _kept_by_place(theta, given)
+        kept = _kept_by_place(theta, options)
     else:
-        kept = _kept_by_turns(theta, given, LLAMA_FAST if kind == "llama3" else FAST)
+        kept = _kept_by_turns(theta, options, LLAMA_FAST if kind == "llama3" else FAST)
     return theta * (1 / f + kept * (1 - 1 / f))  # exactly theta if f or kept is 1
 
 
@@ -217,9 +217,9 @@ def _numbers(given: str) -> tuple[float, ...]:
     return found
 
 
-def _factors(theta: Tensor, given: RotationOptions, longer: bool) -> Tensor:
+def _factors(theta: Tensor, options: RotationOptions, longer: bool) -> Tensor:
     """Return the longrope factor of every angle, (E,): short ones, or long ones if ``longer``."""
-    known, count = _numbers(given.longrope_factors), len(theta)
+    known, count = _numbers(options.longrope_factors), len(theta)
     if len(known) != 2 * count:
         raise ChoiceError(
             f"--longrope-factors has {len(known)} numbers, but {count} angles need {2 * count}: "
@@ -235,17 +235,17 @@ def _place(theta: Tensor) -> Tensor:
     return size.argsort(descending=True, stable=True).argsort().to(theta)
 
 
-def _turns(theta: Tensor, given: RotationOptions) -> Tensor:
+def _turns(theta: Tensor, options: RotationOptions) -> Tensor:
     """Return r = L |w| / 2 pi of every angle."""
-    return given.context_length / (2 * math.pi) * theta.abs()
+    return options.context_length / (2 * math.pi) * theta.abs()
 
 
-def _kept_by_turns(theta: Tensor, given: RotationOptions, fast: float) -> Tensor:
+def _kept_by_turns(theta: Tensor, options: RotationOptions, fast: float) -> Tensor:
     """Return g = clip((r - 1) / (fast - 1), 0, 1), (E,): linear in the turns r."""
-    return ((_turns(theta, given) - SLOW) / (fast - SLOW)).clamp(0, 1)
+    return ((_turns(theta, options) - SLOW) / (fast - SLOW)).clamp(0, 1)
 
 
-def _kept_by_place(theta: Tensor, given: RotationOptions) -> Tensor:
+def _kept_by_place(theta: Tensor, options: RotationOptions) -> Tensor:
     """Return g = 1 - clip((i - lo) / (hi - lo), 0, 1), (E,): linear in the place of an angle.
 
     lo = max(floor(i_32), 0) and hi = min(ceil(i_1), D - 1), or lo + 0.001 if they are equal, with
@@ -253,8 +253,8 @@ def _kept_by_place(theta: Tensor, given: RotationOptions) -> Tensor:
     (jquesnelle/yarn a18e5498, scaled_rope/LlamaYaRNScaledRotaryEmbedding.py, lines 5-22 and 74-84)
     and of transformers (``_compute_yarn_parameters``), and it has no gradient.
     """
-    turns = _turns(theta.detach(), given)
-    base = given.rotation_base or USUAL_BASE
+    turns = _turns(theta.detach(), options)
+    base = options.rotation_base or USUAL_BASE
     first, last = (_place_of(rho, turns, base) for rho in (FAST, SLOW))
     first = first.floor().clamp_min(0)
     last = last.ceil().clamp_max(2 * len(theta) - 1)
