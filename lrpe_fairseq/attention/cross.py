@@ -93,6 +93,11 @@ class CrossAttention(ProjectedAttention):
                 "counts the tokens between a query and a key of one sequence; use softmax "
                 "cross-attention"
             )
+        if self.encoding.whole_texts:
+            raise ChoiceError(
+                "cross-attention reads two texts, and --context-scaling dynamic and longrope turn "
+                "by the length of one: choose ntk, yarn or llama3"
+            )
         if self.encoding.increments is not None or self.encoding.has_states:
             raise ChoiceError(
                 f"cross-attention does not support {self.encoding.name!r}, whose positions follow "

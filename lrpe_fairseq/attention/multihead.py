@@ -34,6 +34,7 @@ from lrpe_fairseq.attention.tokens import Tokens, check_tokens, tokens_after, to
 from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.conditions import outside_graphs
 from lrpe_fairseq.kernels.dispatch import feature_maps
 
@@ -239,6 +240,9 @@ class MultiheadAttention(ProjectedAttention):
             parallel.check(self._sequence, x, self.causal, keep_state or state is not None)
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
+        pieces = keep_state or state is not None or starts is not None
+        if self.encoding.whole_texts and pieces:
+            raise ChoiceError(self.encoding.whole_texts)
         if starts is not None and (not self.causal or positions is not None):
             raise ValueError("documents need causal attention and positions that are counted")
         if isinstance(state, Memory):
@@ -404,11 +408,15 @@ class MultiheadAttention(ProjectedAttention):
         return constant[:, None].expand(batch, -1, length)
 
     def _gates(self, x: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return the logarithms of the gates of x (B, T, C), (B, H, T), 0 at padding; or None."""
+        """Return the logarithms of the gates of x (B, T, C), 0 at padding; or None.
+
+        They are (B, H, T), or (B, H, T, D') for every encoded feature.
+        """
         gates = self.encoding.log_gates(x)
         if gates is None or padding is None:
             return gates
-        return gates.masked_fill(padding.unsqueeze(1), 0.0)
+        hidden = padding.unsqueeze(1)
+        return gates.masked_fill(hidden if gates.dim() == 3 else hidden.unsqueeze(-1), 0.0)
 
     @outside_graphs
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
@@ -489,11 +497,14 @@ class MultiheadAttention(ProjectedAttention):
     ) -> Tokens:
         """Return the tokens of x (B, T, C) with sums of log gates continued from ``past``.
 
-        In a part of a text they begin at the part, until keys are gathered.
+        Those of single features are one after another, (B, H D', T). In a part of a text they
+        begin at the part, until keys are gathered.
         """
         gates = self._gates(x, tokens.padding)
         if gates is None:
             return tokens
+        if gates.dim() == 4:
+            gates = gates.mT.flatten(1, 2)
         # float64: differences of sums over a long text must be exact to float32
         sums = gates.double().cumsum(-1)
         continued = isinstance(past, SoftmaxState)

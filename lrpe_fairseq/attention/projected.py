@@ -79,6 +79,11 @@ class ProjectedAttention(nn.Module):
                 f"position encoding {position_encoding!r} needs {needed}, which linear "
                 "attention does not compute; use it with softmax attention"
             )
+        if attention_type == "softmax" and not self.encoding.serves_softmax:
+            raise ChoiceError(
+                f"position encoding {position_encoding!r} decays every feature by a factor of its "
+                "own, which is no bias of a score; use it with linear attention"
+            )
         for name, projection in self._projections(embed_dim, qkv_bias).items():
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
@@ -201,7 +206,8 @@ class ProjectedAttention(nn.Module):
         Keys and values are those of the memory (B, S, C'), or of x.
         """
         if not self.encoding.decomposable:
-            return self._project(x, memory, queries)
+            q, k, v = self._project(x, memory, queries)
+            return *self.encoding.widened(x, q, k, queries.positions), v
         source, keys = (x, queries) if memory is None else (memory, keys)
         fold = self.encoding.fold() if self._folds(x, source) else None
         if fold is None:

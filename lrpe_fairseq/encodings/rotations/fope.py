@@ -81,6 +81,7 @@ class FourierSeries(Rotation):
     """
 
     scales = "frequencies, before they are clipped"
+    reads_length = False
 
     def __init__(self, spec: EncodingSpec, sigma: float) -> None:
         super().__init__(spec)
@@ -106,9 +107,8 @@ class FourierSeries(Rotation):
         """Return None: the phases are sums over angles."""
         return None
 
-    @property
-    def angles(self) -> Tensor:
-        """The frequencies, which are scaled already."""
+    def angles_in(self, length: int | None) -> Tensor:
+        """Return the frequencies, which are scaled already."""
         return self.theta
 
     def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -54,6 +54,7 @@ class LRPE(QueryKeyEncoding):
             self.card = _card(self.projection, self.core)
         self.turns = not isinstance(self.core, Permutation)
         self.scales = self.core.scales
+        self.whole_texts = spec.options.of(RotationOptions).by_text
         self.content_scale, self.feature_factors = self._factors()
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"

@@ -95,6 +95,7 @@ class AxialRotation(Rotation):
 
     base = AXIAL_BASE
     scales = "angles of both axes; yarn's L is a number of rows or columns"
+    reads_length = False
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)

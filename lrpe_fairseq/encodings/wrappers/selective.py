@@ -19,6 +19,8 @@ from lrpe_fairseq.encodings.core.positions import exact_type
 from lrpe_fairseq.encodings.core.protocols import Card
 from lrpe_fairseq.encodings.rotations.cores import CORES, Rotation
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.conditions import without_autocast
 
 RANK, TAPS = 16, 4
@@ -105,6 +107,12 @@ def selective(spec: EncodingSpec, inner: Callable[[EncodingSpec], LRPE]) -> LRPE
     attention sums increments also if it is given explicit positions, which are not read then.
     """
     encoding = inner(spec)
+    if encoding.whole_texts:
+        scaling = spec.options.of(RotationOptions).context_scaling
+        raise ChoiceError(
+            f"selective:<name> sums its positions from the text, whose length --context-scaling "
+            f"{scaling} does not know: use linear, ntk, yarn or llama3"
+        )
     encoding.increments = Increments(spec, encoding.core.angles.shape[-1])
     encoding.properties = replace(encoding.properties, contextual=True, reach=TAPS - 1)
     encoding.card = Card(
