@@ -237,7 +237,8 @@ class MultiheadAttention(ProjectedAttention):
         width = self.num_heads * self.head_dim
         check_tokens(x, key_padding_mask, positions, starts, width)
         if self._sequence is not None:
-            parallel.check(self._sequence, x, self.causal, keep_state or state is not None)
+            has_state = keep_state or state is not None
+            parallel.check(self._sequence, x, self.causal, has_state, self.encoding)
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         pieces = keep_state or state is not None or starts is not None

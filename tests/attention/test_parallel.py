@@ -132,6 +132,25 @@ def test_cross_attention_is_refused():
         layer.attend(x, x)
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"position_encoding": "gated-channel:rope"}, "gates of single features cannot be split"),
+        (
+            {"position_encoding": "rope", "context_scaling": "dynamic", "context_length": 8}
+            | {"context_factor": 2.0},
+            "dynamic",
+        ),
+    ],
+)
+def test_encodings_that_need_the_whole_text_are_refused(options, sentence):
+    layer = MultiheadAttention(WIDTH, 2, attention_type="linear", causal=True, **options)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    assert layer.attend(x)[0].shape == x.shape
+    with sequence_parallel(), pytest.raises(ValueError, match=sentence):
+        layer.attend(x)
+
+
 def test_a_state_is_refused():
     layer, x = attention(), torch.randn(BATCH, LENGTH, WIDTH)
     state = layer.attend(x, keep_state=True)[1]
