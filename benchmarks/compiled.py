@@ -218,9 +218,7 @@ def _row(dtype: torch.dtype, width: int) -> torch.Tensor:
 FAMILIES = {
     "flash": Family(
         ("lrpe_fairseq.kernels.flash.flash_triton",),
-        tuple(
-            f"lrpe_fairseq.kernels.flash.flash_{n}" for n in ("tiles", "kernels", "triton")
-        ),
+        tuple(f"lrpe_fairseq.kernels.flash.flash_{n}" for n in ("tiles", "kernels", "triton")),
         flash_cases,
     ),
     "stick": Family(

@@ -69,6 +69,8 @@ class CrossAttention(ProjectedAttention):
     al. 2024, Section 3.1). With the encoding "none" and softmax it is fairseq's cross-attention,
     and it starts from the same weights under the same seed.
 
+    With ``num_kv_heads`` the state keeps the keys and values of all heads.
+
     Args: see :class:`.multihead.MultiheadAttention`; never causal. memory_dim: C', by default C.
     Raises: ChoiceError as there, and for what needs one sequence: an encoding for causal attention
         only, positions summed from a text, and in linear attention a decay between query and key.
@@ -98,10 +100,10 @@ class CrossAttention(ProjectedAttention):
                 "one text; choose an encoding with fixed positions, such as rope"
             )
 
-    def _projections(self, width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
+    def _projections(self, qkv_bias: bool, out_bias: bool) -> dict[str, nn.Linear]:
         if not qkv_bias:
             raise ChoiceError("the projections of cross-attention have biases: omit qkv_bias")
-        return cross_projections(width, self.memory_dim)
+        return cross_projections(self.embed_dim, self.memory_dim, self._sizes(), out_bias)
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -191,8 +193,7 @@ class CrossAttention(ProjectedAttention):
         Raises: ValueError for a tensor of another shape, dtype or device than it must have, and for
             a state of another layer or batch.
         """
-        width = self.num_heads * self.head_dim
-        check_tokens(x, query_padding_mask, positions, width=width, names=OF_QUERY)
+        check_tokens(x, query_padding_mask, positions, width=self.embed_dim, names=OF_QUERY)
         if state is None:
             before = past = None
             source = self._tokens_of_memory(x, memory, key_padding_mask, memory_positions)
@@ -241,7 +242,7 @@ class CrossAttention(ProjectedAttention):
         else:
             q = self._queries(*stored(x))
             encoded, _ = self._features(q, q, at, at)
-        content = feature_map(q) if with_content else None
+        content = self._scaled(feature_map(q)) if with_content else None
         options |= {"content": content, "dtype": self._result_type(q)}
         return attend_to_memory(encoded, past, **options), past
 

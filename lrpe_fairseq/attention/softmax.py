@@ -88,13 +88,16 @@ def encoded_attention(
     t+1..s), in a bidirectional model by the sum between the two.
 
     Args:
-        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded in q and k.
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded in q and k. Keys and
+            values may have fewer heads, each of which is read by equally many query heads in turn.
         queries, keys: their tokens. In causal attention the queries are the last T keys. If they
             have a transport, it has carried the other keys to the token before them.
         dropout: on the attention weights, as in the paper (softmax only).
     Returns: (B, H, T, E). A query without a visible key gets zeros, never NaN.
     """
     call, q = _call(encoding, queries, keys, causal, dropout), _with_factors(encoding, q)
+    if not _reads_groups(q, k, v, queries, keys, call):
+        k, v = (_of_all_heads(x, q) for x in (k, v))
     if queries.transport is not None:
         loader.log_served(
             f"softmax attention of {encoding.name}", "blocks of chunks", q.device.type
@@ -127,6 +130,22 @@ def encoded_weights(
     wide = torch.promote_types(q.dtype, torch.float32)
     ((*_, scores),) = score_blocks(q.to(wide), k.to(wide), queries.transport, q.shape[2] * BLOCK)
     return weighted(call.scale * scores(), *rest)
+
+
+def _reads_groups(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
+) -> bool:
+    """True if torch's own kernel computes the call, which repeats no heads in memory."""
+    if k.shape[1] != v.shape[1] or queries.transport is not None or keys.window is not None:
+        return False
+    ours = q.shape[2] > 1 and loader.triton_kernels(FLASH) is not None
+    return call.form.has_only() and queries.sums is None and not ours
+
+
+def _of_all_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat the heads of x (B, K, S, D) for those of q (B, H, T, D): (B, H, S, D)."""
+    times = q.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 def _call(encoding: Encoding, queries: Tokens, keys: Tokens, causal: bool, dropout: float) -> Call:
@@ -526,6 +545,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, **option
     """
     missing = q.shape[-1] - v.shape[-1]
     v = F.pad(v, (0, missing)) if missing > 0 else v
+    options["enable_gqa"] = k.shape[1] != q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)
     if is_plain(out) and out.requires_grad and "ScaledDotProduct" in out.grad_fn.name():
         out.grad_fn.register_hook(_refuse_second_derivatives)

@@ -103,6 +103,10 @@ STOCK = {
     "position_encoding": "none",
     "attention_window": "0",
     "attention_parts": "none",
+    "kv_heads": "0",
+    "head_dim": "0",
+    "out_bias": "True",
+    "score_scale": "0.0",
 }
 """The options of cross-attention that is fairseq's own."""
 
@@ -111,10 +115,11 @@ def is_stock_cross(options: Any, layer: int) -> bool:
     """True if the options of cross-attention ask for fairseq's own. None stands for defaults."""
     if options is None:
         return True
-    given = {name: getattr(options, name, usual) for name, usual in STOCK.items()}
-    parts = given.pop("attention_parts")
-    found = {name: over_layers(value, layer + 1)[layer] for name, value in given.items()}
-    return {**found, "attention_parts": parts} == STOCK
+    given = {name: str(getattr(options, name, usual)) for name, usual in STOCK.items()}
+    by_layer = {
+        name: over_layers(given[name], layer + 1)[layer] for name in OPTIONS if name in given
+    }
+    return {**given, **by_layer} == STOCK
 
 
 def has_stock_cross(cfg: Any) -> bool:
@@ -194,6 +199,15 @@ def check_probabilities(options: Any, section: str = "") -> None:
             raise ChoiceError(
                 f"{_flag(section, name)} must be at least 0 and less than 1, not {value:g}"
             )
+
+
+def check_pruning_of_heads(options: Any) -> None:
+    """Refuse AdaPrune's penalty on heads where keys and values have fewer heads than queries."""
+    if getattr(options, "mha_reg_scale_factor", 0) and getattr(options, "kv_heads", 0):
+        raise ChoiceError(
+            "--mha-reg-scale-factor prunes attention heads with their keys and values: leave "
+            "--kv-heads out"
+        )
 
 
 def _flag(section: str, name: str) -> str:
@@ -313,7 +327,7 @@ _warn_once = cache(logger.warning)
 
 OF_ATTENTION = (
     "attention", "encoding", "fidelity", "grid", "positional_embeddings", "memory_length",
-    "document_boundary",
+    "document_boundary", "kv_heads", "head_dim", "out_bias", "score_scale",
 )  # fmt: skip
 """Parts of the names of options that choose a model's attention, beside those of encodings."""
 

@@ -20,6 +20,7 @@ from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.layers import tokens_per_sample
 from lrpe_fairseq.models.checks import (
     check_probabilities,
+    check_pruning_of_heads,
     check_quantization_blocks,
     check_sizes,
 )
@@ -120,6 +121,7 @@ class LRPERobertaModel(BooleanFlags, Prunable, RobertaModel):
             check_sizes(options, *(f"encoder_{name}" for name in sizes), "max_positions")
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
+            check_pruning_of_heads(options)
             check_quantization_blocks(
                 options.quant_noise_pq,
                 options.quant_noise_pq_block_size,

@@ -26,7 +26,7 @@ from lrpe_fairseq.compat import replace_once
 from lrpe_fairseq.encodings import DEFAULT, ENCODINGS, FAMILIES, options_of_encodings
 from lrpe_fairseq.encodings.core.options import POSITION_GRIDS, option
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.encodings.layers import encoding_options
+from lrpe_fairseq.encodings.layers import encoding_options, sizes_of_heads
 from lrpe_fairseq.errors import ChoiceError, did_you_mean, refuse
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
@@ -76,6 +76,16 @@ class AttentionOptions(FairseqDataclass):
     attention_parts: str = option(
         "none",
         f"parts of each layer's attention beside its encoding (FoX Pro): none, {', '.join(PARTS)}",
+    )
+    kv_heads: int = option(
+        0,
+        "heads of keys and values, each of which serves equally many attention heads (grouped "
+        "queries); 0: as many as attention heads",
+    )
+    head_dim: int = option(0, "width of a head; 0: embedding dimension / attention heads")
+    out_bias: bool = option(True, "bias of the output projection of attention")
+    score_scale: float = option(
+        0.0, "factor of all scores; 0: head width to the power of -0.5 in softmax attention, else 1"
     )
     grid_width: int = option(
         0,
@@ -141,6 +151,7 @@ def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
         "normalizer": at_layer(options, "attention_normalizer", layer),
         "window": _window(at_layer(options, "attention_window", layer)),
         "parts": getattr(options, "attention_parts", "none"),  # older checkpoints lack it
+        **sizes_of_heads(options),
         "seed": options.encoding_seed * 1000 + layer,
         "options": encoding_options(options, layer),
         "wrap_linear": lambda linear: quant_noise(linear, p, block),

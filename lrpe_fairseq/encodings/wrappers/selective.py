@@ -1,6 +1,6 @@
 """Selective RoPE (Movahedi et al., 2026), and ``selective:<name>`` on any LRPE type with angles.
 
-Axes: B batch, H heads, T time, C = H D width of the layer, E angles of a head.
+Axes: B batch, H heads, T time, C width of the layer, E angles of a head.
 """
 
 import math
@@ -19,6 +19,7 @@ from lrpe_fairseq.encodings.core.positions import exact_type
 from lrpe_fairseq.encodings.core.protocols import Card
 from lrpe_fairseq.encodings.rotations.cores import CORES, Rotation
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.dispatch import without_autocast
 
 RANK, TAPS = 16, 4
@@ -45,7 +46,12 @@ class Increments(nn.Module):
 
     def __init__(self, spec: EncodingSpec, angles: int) -> None:
         super().__init__()
-        self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
+        self.heads, width = spec.num_heads, spec.input_width
+        if width % self.heads:
+            raise ChoiceError(
+                f"selective encodings slice the input of width {width} into {self.heads} heads of "
+                "equal width: change the number of heads"
+            )
         self.options = spec.options.of(SelectiveOptions)
         draw = partial(torch.rand, generator=spec.generator("selective"), device="cpu")
         zeros = partial(torch.zeros, device="cpu")
@@ -98,6 +104,7 @@ def selective(spec: EncodingSpec, inner: Callable[[EncodingSpec], LRPE]) -> LRPE
     attention sums increments also if it is given explicit positions, which are not read then.
     """
     encoding = inner(spec)
+    encoding.keys_by_head = True
     encoding.increments = Increments(spec, encoding.core.angles.shape[-1])
     encoding.properties = replace(encoding.properties, contextual=True, reach=TAPS - 1)
     encoding.card = Card(

@@ -39,6 +39,10 @@ STOCK = {
     "position_encoding": "none",
     "attention_window": "0",
     "attention_parts": "none",
+    "kv_heads": "0",
+    "head_dim": "0",
+    "out_bias": "True",
+    "score_scale": "0.0",
 }
 """The options of cross-attention that is fairseq's own."""
 
@@ -139,7 +143,7 @@ def unread(config: Mapping[str, Any]) -> set[str]:
     for section in ("model.", *(f"model.{part}." for part in PARTS)):
         names = str(config.get(f"{section}position_encoding") or "")
         own = {name.removeprefix(section) for name in config if name.startswith(section)}
-        if section == CROSS and all(config.get(CROSS + n, v) == v for n, v in STOCK.items()):
+        if section == CROSS and all(str(config.get(CROSS + n, v)) == v for n, v in STOCK.items()):
             found |= {section + name for name in own if names and name not in STOCK}
         elif names:
             found |= {section + name for name in own & _unread_by(names)}
