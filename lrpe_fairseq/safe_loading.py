@@ -81,6 +81,12 @@ ALLOWED = [Namespace, *_numpy_stand_ins()]
 """Arguments of ``torch.serialization.add_safe_globals``."""
 
 
+def _not_yet_allowed() -> list[Any]:
+    """Return what torch does not allow for the whole process, as it does under the plugin."""
+    known = torch.serialization.get_safe_globals()
+    return [own for own in ALLOWED if own not in known]
+
+
 def load(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint, read with torch's safe loading.
 
@@ -92,9 +98,9 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is a folder; name a checkpoint in it")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
-    torch.serialization.add_safe_globals(ALLOWED)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(_not_yet_allowed()):  # others need numpy's own names
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises various types
         raise ValueError(
             f"{path} does not load: it is damaged, or contains Python objects that could run code "
