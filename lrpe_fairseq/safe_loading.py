@@ -98,17 +98,34 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is a folder; name a checkpoint in it")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
+    state = _read(path, mmap=True)
+    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
+        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
+    return state
+
+
+def load_any(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint of any age, also in torch's form of before 2020.
+
+    Raises: ValueError, one sentence, if it is absent or damaged, or has no weights.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    state = _read(path, mmap=zipfile.is_zipfile(path))
+    if not isinstance(state, dict) or "model" not in state:
+        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
+    return state
+
+
+def _read(path: Path, mmap: bool) -> Any:
     try:
         with torch.serialization.safe_globals(_not_yet_allowed()):  # others need numpy's own names
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises various types
         raise ValueError(
             f"{path} does not load: it is damaged, or contains Python objects that could run code "
             f"({type(error).__name__})"
         ) from None
-    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
-        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
-    return state
 
 
 def load_sound(path: Path) -> dict[str, Any]:

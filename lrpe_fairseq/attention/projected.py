@@ -185,6 +185,10 @@ class ProjectedAttention(nn.Module):
     def _state_key(self) -> str:
         return f"lrpe_attention.{id(self)}"
 
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
+        """Called by fairseq before a checkpoint is loaded: split projections of before 2020."""
+        split_in_projections(state_dict, f"{name}." if name else "")
+
     # --- projections ---------------------------------------------------------------------------
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -359,6 +363,20 @@ class ProjectedAttention(nn.Module):
             return y
         weight, bias = (p.to(y.dtype) for p in (self.norm.weight, self.norm.bias))
         return F.layer_norm(y, self.norm.normalized_shape, weight, bias, self.norm.eps)
+
+
+def split_in_projections(state: dict[str, Tensor], prefix: str | None = None) -> None:
+    """Split ``in_proj_weight`` and ``in_proj_bias`` of fairseq before 2020 into q, k and v.
+
+    state: names -> tensors, changed in place. prefix: of the module; None for all modules.
+    """
+    for name in list(state):
+        module, point, last = name.rpartition(".")
+        module += point
+        if last in ("in_proj_weight", "in_proj_bias") and prefix in (None, module):
+            parts = state.pop(name).chunk(3)
+            for projection, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+                state[f"{module}{projection}.{last.removeprefix('in_proj_')}"] = part
 
 
 def feature_map(x: Tensor) -> Tensor:

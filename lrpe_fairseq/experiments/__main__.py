@@ -18,6 +18,8 @@ COMMANDS = {
     "quickstart": "quickstart:main",
     "doctor": "doctor:main",
     "export": "export:main",
+    "import_roberta": "import_roberta:main",
+    "convert": "convert:main",
 }
 """Name -> module of ``commands``, and its function, which takes the arguments."""
 
