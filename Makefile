@@ -57,10 +57,11 @@ test-all: $(TOOLS)  ## run every test, the exhaustive ones included
 versions:  ## test other versions of torch and Python; hours
 	scripts/test_versions.sh
 
-lint: $(TOOLS)  ## check style and imports
+lint: $(TOOLS)  ## check style, complexity, docstrings, imports and unused code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/vulture
 
 format: $(TOOLS)  ## fix style
 	$(BIN)/ruff check --fix .

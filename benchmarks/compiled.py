@@ -38,7 +38,7 @@ from triton.backends.nvidia import compiler as nvidia
 from lrpe_fairseq.kernels import tiles_triton
 from lrpe_fairseq.kernels.encode import encode, encode_triton
 from lrpe_fairseq.kernels.flash import flash_triton, stick_triton
-from lrpe_fairseq.kernels.linear import causal_triton, sweep_triton
+from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "results" / "bench" / "compiled.json"
@@ -135,15 +135,25 @@ def encode_cases(dtype: torch.dtype) -> Iterator[Case]:
         return torch.zeros(shape).requires_grad_()
 
     fixed, v = torch.zeros(32, dtype=torch.float64), angles(64)
-    plain, phi = encode.Form(phi=False), encode.Form()
+    plain, phi = encode.Variant(phi=False), encode.Variant()
     grid = encode.Angles(angles(HEADS, 32), angles(HEADS, 32), 8)
     given = torch.zeros(1, HEADS, TIME, 20, dtype=torch.complex64).requires_grad_()
     forms = {
         "rotation": (64, None, encode.Angles(fixed), plain),
         "reflection, learned rotation": (64, v, encode.Angles(angles(32)), plain),
         "phi, reflection, learned rotation": (64, v, encode.Angles(angles(32)), phi),
-        "odd-even, half rotation": (64, None, encode.Angles(angles(16)), encode.Form(halves=True)),
-        "reflection, learned unitary": (64, v, encode.Angles(angles(64)), encode.Form(wide=True)),
+        "odd-even, half rotation": (
+            64,
+            None,
+            encode.Angles(angles(16)),
+            encode.Variant(halves=True),
+        ),
+        "reflection, learned unitary": (
+            64,
+            v,
+            encode.Angles(angles(64)),
+            encode.Variant(wide=True),
+        ),
         "odd-even, unitary": (64, None, encode.Angles(fixed.repeat(2)), plain._replace(wide=True)),
         "rotation on a grid by head": (64, None, grid, phi),
         "given phases": (64, None, None, phi),
@@ -152,7 +162,7 @@ def encode_cases(dtype: torch.dtype) -> Iterator[Case]:
     cycles, one = (torch.ones(4, *n, 64, dtype=torch.int64) for n in ((HEADS,), ()))
     forms |= {
         "reflection, permutation": (64, v, one, plain._replace(permutes=True)),
-        "odd-even, permutation": (64, None, one, encode.Form(halves=True, permutes=True)),
+        "odd-even, permutation": (64, None, one, encode.Variant(halves=True, permutes=True)),
         "permutation by head": (64, None, cycles, phi._replace(permutes=True)),
     }
     for name, (width, *terms) in forms.items():
@@ -169,9 +179,9 @@ def _phi(dtype: torch.dtype) -> None:
 def _encode(dtype: torch.dtype, width: int, given: torch.Tensor, *terms: Any) -> None:
     rows = (torch.zeros(1, TIME, HEADS, width, dtype=dtype) for _ in range(2))
     q, k = (x.transpose(1, 2).requires_grad_() for x in rows)
-    v, by, form = terms
-    at = given if by is None else torch.arange(TIME)
-    out = encode_triton.encode(q, k, v, by, (at, at), form)
+    normal, angles, variant = terms
+    positions = given if angles is None else torch.arange(TIME)
+    out = encode_triton.encode(q, k, normal, angles, positions, positions, variant)
     torch.autograd.backward(out, [x.detach() for x in out])
 
 
@@ -188,11 +198,11 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield f"{name}, 64/64", partial(_sweep, dtype, 1, *given)
     for name in ("normalized", "normalized gates", "normalized decay"):
         yield f"{name} in parts, 64/64", partial(_sweep, dtype, 100, *own[name])
-    yield "full, 64/64", partial(_sums, causal_triton.full_sums, dtype, (64, 64))
+    for keys in (64, 128):
+        yield f"full, {keys}/64", partial(_sums, full_triton.full_sums, dtype, (keys, 64))
     wide = {"128/64": (dtype, (128, 64)), "128/128": (dtype, (128, 128))}
     for name, given in {**wide, "float32": (torch.float32, (64, 64))}.items():
         yield f"causal, {name}", partial(_sums, causal_triton.causal_sums, *given, None)
-        yield f"full, {name}", partial(_sums, causal_triton.full_sums, *given)
     gated = partial(_sums, causal_triton.causal_sums, torch.float32, (64, 64), gates)
     yield "gates, float32", gated
 

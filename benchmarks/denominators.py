@@ -14,7 +14,7 @@ from benchmarks.run import show, write
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import ENCODINGS, QueryKeyEncoding, build_encoding, encoding_class
-from lrpe_fairseq.experiments.records.runs import environment
+from lrpe_fairseq.experiments.records.machine import environment
 
 PART = "denominators"
 HEADS, WIDTH, LENGTH, DRAWS = 8, 64, 512, 20

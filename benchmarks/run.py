@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import attention, decays, decoding, lengths, phases, training
-from lrpe_fairseq.experiments.records.runs import environment
+from lrpe_fairseq.experiments.records.machine import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "bench"
 PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {

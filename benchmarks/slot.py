@@ -37,7 +37,7 @@ from benchmarks import rivals, tiles, training
 from benchmarks.run import RESULTS
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.experiments.records.files import read_json, write_json
-from lrpe_fairseq.experiments.records.runs import environment
+from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.kernels import loader
 
 USUAL = ("machine", "busy", "attention", "steps", "roberta")

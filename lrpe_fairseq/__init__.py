@@ -18,30 +18,30 @@ from typing import Any
 
 def _register() -> None:
     """Apply the fixes for fairseq, which is loaded, and register models, tasks and the rest."""
-    from lrpe_fairseq import compat, dictionary_check, preemption, startup
+    from lrpe_fairseq import compat
+    from lrpe_fairseq.compat import configuration_log, preemption
 
     compat.apply()
     preemption.apply()
 
     from lrpe_fairseq import criterions, models, optim, tasks  # noqa: F401  (register classes)
 
-    dictionary_check.apply()
-    startup.apply()  # last, around what explains errors
+    configuration_log.apply()  # last, around what explains errors
 
 
 def _after_fairseq() -> None:
     """Register models, tasks and the rest after the import of fairseq.
 
-    Nothing is registered if ``compat`` or ``preemption`` was imported by name: that module imports
-    fairseq, which calls this function before the module is complete.
+    Nothing is registered if ``compat`` was imported by name: that package imports fairseq, which
+    calls this function before the package is complete.
     """
-    if not {"lrpe_fairseq.compat", "lrpe_fairseq.preemption"} & sys.modules.keys():
+    if "lrpe_fairseq.compat" not in sys.modules:
         _register()
 
 
 def _after_fairseq_train() -> None:
     """Patch ``fairseq_cli.train``, which may be imported after fairseq and this package."""
-    from lrpe_fairseq import preemption
+    from lrpe_fairseq.compat import preemption
 
     preemption.apply()
 
@@ -57,6 +57,7 @@ class _AfterImport(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the module's spec with the call added, or None for any other module."""
+        # popped first: find_spec below asks all finders again, this one included
         action = self.actions.pop(name, None)
         spec = None if action is None else importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
@@ -64,7 +65,7 @@ class _AfterImport(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del spec.loader.exec_module
+            del spec.loader.exec_module  # so that a reload runs the loader's own
             execute(module)
             action()
 

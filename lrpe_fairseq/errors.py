@@ -4,7 +4,8 @@ This module imports nothing of this package, of torch or of fairseq.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -40,8 +41,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 EXTRAS = {
     "fairseq": (
-        *("fairseq", "fairseq_cli", "bitarray", "hydra", "omegaconf", "regex", "sacrebleu"),
-        *("sentencepiece", "tensorboard", "tqdm", "yaml"),
+        "fairseq",
+        "fairseq_cli",
+        "bitarray",
+        "hydra",
+        "omegaconf",
+        "regex",
+        "sacrebleu",
+        "sentencepiece",
+        "tensorboard",
+        "tqdm",
+        "yaml",
     ),
     "experiments": ("adjustText", "jinja2", "matplotlib", "pandas", "scipy"),
     "images": ("mlxtend", "sklearn", "PIL"),
@@ -67,7 +77,22 @@ def refuse(sentence: str) -> NoReturn:
 
     For fairseq's commands, which would print a traceback for an exception. Commands of this
     package use :func:`lrpe_fairseq.experiments.records.console.command`.
+    Raises: Refusal, always.
     """
     said = f"lrpe_fairseq: {sentence}"
     print(said, file=sys.stderr, flush=True)
     raise Refusal(said)
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Turn an error about an option into one sentence on standard error and exit status 2.
+
+    Raises: Refusal for a ChoiceError, and for an error of fairseq about an option.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, ChoiceError) or str(error).startswith("--"):  # fairseq's own sentences
+            refuse(str(error))
+        raise

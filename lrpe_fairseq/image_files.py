@@ -103,8 +103,9 @@ def _scaled(image: Any) -> Any:
     """Return gray values of 16 bits in mode L; Pillow's own conversion clips them at 255."""
     from PIL import Image
 
-    values = np.asarray(image).astype(np.uint32)
+    values = np.asarray(image).astype(np.uint32)  # 65,535 x 255 has 24 bits
     gray = ((values * 255 + 32767) // 65535).astype(np.uint8)
+    # white where the picture is transparent, as for the other modes
     if (transparent := image.info.get("transparency")) is not None:
         gray[values == transparent] = 255
     return Image.fromarray(gray)

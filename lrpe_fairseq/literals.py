@@ -80,8 +80,8 @@ def _refused(text: str, reason: str) -> str:
 
 def _evaluated(node: ast.expr) -> _Sized:
     if isinstance(node, ast.Constant):
-        long = isinstance(node.value, (str, bytes))
-        return _checked(node.value, len(node.value) if long else 1)
+        has_length = isinstance(node.value, (str, bytes))
+        return _checked(node.value, len(node.value) if has_length else 1)
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
         return _container(kind, [_evaluated(item) for item in node.elts])
@@ -89,7 +89,7 @@ def _evaluated(node: ast.expr) -> _Sized:
         items = [
             _evaluated(item) for pair in zip(node.keys, node.values, strict=True) for item in pair
         ]
-        values = [item.value for item in items]
+        values = [item.value for item in items]  # key, value, key, value, ...
         pairs = dict(zip(values[::2], values[1::2], strict=True))
         return _checked(pairs, 1 + sum(item.size for item in items))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _ARITHMETIC:
@@ -108,6 +108,7 @@ def _combined(op: ast.operator, left: _Sized, right: _Sized) -> _Sized:
     """Return the result of + - * or /, whose size is checked first."""
     size = left.size + right.size
     if isinstance(op, ast.Mult):
+        # a repeated container or text; the number may stand on either side
         for times, repeated in ((left, right), (right, left)):
             if isinstance(times.value, int) and isinstance(
                 repeated.value, (list, tuple, str, bytes)

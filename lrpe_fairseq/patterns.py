@@ -18,10 +18,10 @@ def values(pattern: Any) -> list[str]:
     >>> values("linear, linear, softmax")
     ['linear', 'linear', 'softmax']
     """
-    found = [value.strip() for value in str(pattern).split(",")]
-    if not all(found):
+    parts = [value.strip() for value in str(pattern).split(",")]
+    if not all(parts):
         raise ChoiceError(f"the pattern {pattern!r} has an empty value: write one between commas")
-    return found
+    return parts
 
 
 def over_layers(pattern: Any, layers: int) -> list[str]:
@@ -30,8 +30,8 @@ def over_layers(pattern: Any, layers: int) -> list[str]:
     >>> over_layers("fox,fox,none", 4)
     ['fox', 'fox', 'none', 'fox']
     """
-    found = values(pattern)
-    return [found[layer % len(found)] for layer in range(layers)]
+    parts = values(pattern)
+    return [parts[layer % len(parts)] for layer in range(layers)]
 
 
 def check_length(option: str, pattern: Any, layers: int) -> None:
@@ -58,10 +58,10 @@ def canonical(pattern: Any, name: Callable[[str], str] = str) -> str:
     >>> canonical("linear,softmax,linear,softmax"), canonical("rope")
     ('linear,softmax', 'rope')
     """
-    found = list(map(name, values(pattern)))
-    lengths = (n for n in range(1, len(found) + 1) if len(found) % n == 0)
-    shortest = next(n for n in lengths if found == found[:n] * (len(found) // n))
-    return ",".join(found[:shortest])
+    names = list(map(name, values(pattern)))
+    lengths = (n for n in range(1, len(names) + 1) if len(names) % n == 0)
+    shortest = next(n for n in lengths if names == names[:n] * (len(names) // n))
+    return ",".join(names[:shortest])
 
 
 def kept(listed: Sequence[int] | str, layers: int) -> list[int]:
@@ -75,10 +75,10 @@ def kept(listed: Sequence[int] | str, layers: int) -> list[int]:
     """
     said = listed if isinstance(listed, str) else ",".join(map(str, listed))
     texts = [text.strip() for text in said.split(",")]
-    found = sorted(int(text) for text in texts if text.isdecimal())
-    if len(found) < len(texts) or found[-1] >= layers or len(set(found)) < len(found):
+    indices = sorted(int(text) for text in texts if text.isdecimal())
+    if len(indices) < len(texts) or indices[-1] >= layers or len(set(indices)) < len(indices):
         raise ChoiceError(
             f"the layers to keep are numbers from 0 to {layers - 1}, each at most once and "
             f"separated by commas, not {said!r}"
         )
-    return found
+    return indices

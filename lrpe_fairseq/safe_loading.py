@@ -96,9 +96,11 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a checkpoint in it")
+    # torch's error for it has a paragraph about formats of old releases
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
     state = _read(path, mmap=True)
+    # other programs save state dicts and whole models under the same suffix
     if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
         raise ValueError(f"{path} is not a checkpoint of fairseq-train")
     return state

@@ -15,7 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from lrpe_fairseq.experiments.records.files import write_json
-from lrpe_fairseq.experiments.records.runs import environment
+from lrpe_fairseq.experiments.records.machine import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "versions"
 
@@ -27,14 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("torch")
     parser.add_argument("xml", nargs="*", type=Path)
     parser.add_argument("--not-run", default="", help="reason why nothing was run")
-    given = parser.parse_args(arguments)
-    result: dict[str, Any] = {"python": given.python, "torch": given.torch}
-    if given.not_run:
-        result["not_run"] = given.not_run
+    options = parser.parse_args(arguments)
+    result: dict[str, Any] = {"python": options.python, "torch": options.torch}
+    if options.not_run:
+        result["not_run"] = options.not_run
     else:
-        result |= environment() | {"suites": {path.stem: counts(path) for path in given.xml}}
+        result |= environment() | {"suites": {path.stem: counts(path) for path in options.xml}}
         result["versions"]["triton"] = _version("triton")
-    write_json(RESULTS / f"py{given.python}-torch{given.torch}.json", result, sort_keys=True)
+    write_json(RESULTS / f"py{options.python}-torch{options.torch}.json", result, sort_keys=True)
     return 0
 
 
@@ -48,6 +48,7 @@ def counts(path: Path) -> dict[str, Any]:
     except (OSError, ElementTree.ParseError):
         cases = []
     skips = [case.find("skipped") for case in cases if case.find("skipped") is not None]
+    # an error is one of a fixture; a test may have both
     failed = sum(bool({"failure", "error"} & {part.tag for part in case}) for case in cases)
     reasons = Counter(skip.get("message", "") for skip in skips)
     return {

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
+from lrpe_fairseq.experiments.commands import eval_glue, eval_lm, eval_mt, finetune_glue, run_table
 from lrpe_fairseq.experiments.data import bitext, folders
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.families import family_of
@@ -194,11 +194,11 @@ def guarded(work: Callable[[], object]) -> int:
 
 
 def lm(lab: Lab, checkpoint: Path, data: Path | None = None, options: str = "") -> int:
-    return evaluate.lm([str(checkpoint), str(data or lab.lm_data), *options.split()])
+    return eval_lm.main([str(checkpoint), str(data or lab.lm_data), *options.split()])
 
 
 def mt(lab: Lab, checkpoint: Path, options: str = "--average 1", data: Path | None = None) -> int:
-    return evaluate.mt([str(checkpoint), str(data or lab.mt_data), *options.split()])
+    return eval_mt.main([str(checkpoint), str(data or lab.mt_data), *options.split()])
 
 
 def glue_of(lab: Lab, checkpoint: Path) -> int:
@@ -206,11 +206,11 @@ def glue_of(lab: Lab, checkpoint: Path) -> int:
     for file in ("bin/input0/valid.idx", "bin/input0/dict.txt"):
         (data / file).parent.mkdir(parents=True, exist_ok=True)
         (data / file).write_text("a 1\n")
-    return evaluate.eval_glue([str(checkpoint), str(data), "valid", "--out", str(lab.folder / "o")])
+    return eval_glue.main([str(checkpoint), str(data), "valid", "--out", str(lab.folder / "o")])
 
 
 def tuned(lab: Lab, checkpoint: Path) -> int:
-    return train_row.finetune([str(checkpoint), "RTE"])
+    return finetune_glue.main([str(checkpoint), "RTE"])
 
 
 def resumed(lab: Lab, checkpoint: Path) -> int:

@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-from lrpe_fairseq.experiments.commands import evaluate
+from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import checkpoints, console
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
-from lrpe_fairseq.experiments.records.layout import file_name
+from lrpe_fairseq.experiments.records.tables import file_name
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
@@ -100,7 +100,7 @@ def test_relative_paths_count_from_where_the_user_stands(tmp_path, monkeypatch, 
     (tmp_path / "data" / "bin" / "dict.txt").write_text("a 1\n")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv(console.STARTED_IN, str(tmp_path))
-    assert evaluate.lm(["here.pt", "data"]) == 2
+    assert eval_lm.main(["here.pt", "data"]) == 2
     assert "here.pt does not load" in capsys.readouterr().err
 
 

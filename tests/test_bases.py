@@ -5,7 +5,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from lrpe_fairseq.experiments.records import runs
+from lrpe_fairseq.experiments.records import bases, runs
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.runs import read_run, read_runs, write_run
 from tests.trial import a_record
@@ -67,7 +67,7 @@ def test_processes_that_write_the_first_base_at_once_agree_on_one(tmp_path, monk
         write_json(*arguments, **options)
         both.wait(60)  # no process has a base yet
 
-    monkeypatch.setattr(runs, "write_json", write_together)
+    monkeypatch.setattr(bases, "write_json", write_together)
     configs = {tmp_path / f"{number}.json": FIRST | {"task.seed": number} for number in (1, 2)}
     writers = [
         fork.Process(target=write_run, args=(path, a_record(config=config)))
@@ -85,5 +85,5 @@ def test_processes_that_write_the_first_base_at_once_agree_on_one(tmp_path, monk
 def test_every_run_file_of_this_repository_is_whole_and_passes():
     assert read_runs(ROOT / "results" / "runs")
     for path in (ROOT / "results" / "runs").rglob("*.json"):
-        if not path.name.startswith(runs.PREFIX):
+        if not path.name.startswith(bases.PREFIX):
             assert b'"config_hash"' in path.read_bytes(), path

@@ -12,7 +12,7 @@ from lrpe_fairseq.experiments.commands import train_row
 from lrpe_fairseq.experiments.families import family_of
 from lrpe_fairseq.experiments.records import keys
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
-from lrpe_fairseq.experiments.records.layout import load_table
+from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner import schedule
 from lrpe_fairseq.experiments.runner.devices import Devices

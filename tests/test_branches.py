@@ -7,7 +7,7 @@ import pytest
 
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import write_json
-from lrpe_fairseq.experiments.records.runs import USAGE
+from lrpe_fairseq.experiments.records.provenance import USAGE
 from lrpe_fairseq.experiments.runner import branches
 from tests.trial import checkpoint, saved_config, trial
 

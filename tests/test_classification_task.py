@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.criterions.classification import ClassificationCriterion, scores
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.experiments.commands import evaluate
+from lrpe_fairseq.experiments.commands import eval_classifier
 from lrpe_fairseq.experiments.data import corpus, examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
+from lrpe_fairseq.experiments.runner import by_hand
 from lrpe_fairseq.tasks.classification import ClassificationConfig, LRPEClassificationTask
 from tests.test_data_prep import unpacked
 
@@ -76,9 +77,17 @@ def test_a_batch_has_the_bytes_the_lengths_and_the_classes(data):
         assert (tokens[place, length:] == PAD).all()
         assert batch["net_input"]["src_lengths"][place] == length
         assert batch["target"][place] == known.labels[row]
+
+
+def test_a_batch_counts_its_tokens_and_its_examples(data):
+    dataset = task_of(data).dataset("train")
+    batch = dataset.collater([dataset[row] for row in (7, 0, 30)])
     assert batch["ntokens"] == batch["net_input"]["src_lengths"].sum()
     assert batch["nsentences"] == 3
-    assert dataset.collater([]) == {}
+
+
+def test_a_batch_of_no_examples_is_empty(data):
+    assert task_of(data).dataset("train").collater([]) == {}
 
 
 def test_long_inputs_are_cut_at_the_end(data):
@@ -217,8 +226,10 @@ def test_an_evaluation_is_of_the_splits_of_the_data(given, splits, tmp_path, mon
     """ImageNet has no test split."""
     unpacked(tmp_path, {"bin/train.tsv": b"", "bin/valid.tsv": b""})
     seen = []
-    monkeypatch.setattr(evaluate, "evaluate_classifier", lambda *words: seen.append(words[2]))
-    monkeypatch.setattr(evaluate, "_data_folder", lambda folder: folder)
-    monkeypatch.setattr(evaluate, "report", lambda *_: None)
-    assert evaluate.classifier(["a.pt", str(tmp_path), *given]) == 0
+    monkeypatch.setattr(
+        eval_classifier, "evaluate_classifier", lambda *words, **sizes: seen.append(words[2])
+    )
+    monkeypatch.setattr(by_hand, "data_folder", lambda folder, _: folder)
+    monkeypatch.setattr(by_hand, "report", lambda *_: None)
+    assert eval_classifier.main(["a.pt", str(tmp_path), *given]) == 0
     assert seen == [splits]

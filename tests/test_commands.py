@@ -9,9 +9,10 @@ import pytest
 
 from lrpe_fairseq.experiments.__main__ import COMMANDS
 from lrpe_fairseq.experiments.__main__ import main as program
-from lrpe_fairseq.experiments.commands import evaluate, train_row
+from lrpe_fairseq.experiments.commands import train_row
 from lrpe_fairseq.experiments.records.console import UserError, command
 from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.runner import by_hand
 
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
@@ -63,7 +64,7 @@ def assert_refused(main, arguments, capsys):
 
 
 def test_no_command_is_forgotten_here():
-    assert COMMANDS.keys() == BAD.keys() | NO_INPUT
+    assert set(COMMANDS) == BAD.keys() | NO_INPUT
     assert {path.parent.name for path in ROOT.glob("data-prep/*/prepare.py")} == BAD_DATA.keys()
 
 
@@ -119,12 +120,12 @@ def test_changes_that_a_training_can_have_name_a_folder_below_by_hand():
 
 def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path):
     (tmp_path / "file").write_text("")
-    parser = evaluate._arguments("it", "Evaluate.")
+    parser = by_hand.arguments("it", "Evaluate.")
     out = str(tmp_path / "file" / "out.json")
     with pytest.raises(UserError, match=r"no folder that can be written .* another --out"):
-        evaluate._parsed(parser, ["model.pt", "data", "--out", out])
+        by_hand.parsed(parser, ["model.pt", "data", "--out", out])
     missing = tmp_path / "absent" / "model.pt"  # refused later, with a better sentence
-    assert evaluate._parsed(parser, [str(missing), "data"]).out == missing.with_suffix(".json")
+    assert by_hand.parsed(parser, [str(missing), "data"]).out == missing.with_suffix(".json")
     assert not missing.parent.exists()
 
 

@@ -31,9 +31,12 @@ from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
 from fairseq.models.transformer import TransformerDecoderBase
 from fairseq.tasks import FairseqTask
+from fairseq.trainer import Trainer
 
 from lrpe_fairseq import compat
+from lrpe_fairseq.compat import option_text, resumed_place, safe_checkpoints
 from lrpe_fairseq.errors import Refusal
+from lrpe_fairseq.literals import evaluate_literal
 from tests.end_to_end.commands import SMALL, TRAINING, built, environment, load, save
 
 PROBES = {  # the error without the fixes, and code that works with them
@@ -301,11 +304,11 @@ def test_a_checkpoint_holds_no_numpy_but_numbers(tmp_path, value):
 
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 def test_loading_that_is_not_safe_is_reported(monkeypatch, caplog):
-    with caplog.at_level(logging.WARNING, logger=compat.__name__):
-        compat.allow_checkpoint_globals()
+    with caplog.at_level(logging.WARNING, logger=safe_checkpoints.__name__):
+        safe_checkpoints.allow_checkpoint_globals()
         assert not caplog.records
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-        compat.allow_checkpoint_globals()
+        safe_checkpoints.allow_checkpoint_globals()
     assert "a checkpoint can run code" in caplog.text
 
 
@@ -363,7 +366,7 @@ def test_an_archive_of_files_and_folders_is_extracted(tmp_path):
     ],
 )
 def test_the_values_that_options_take_are_evaluated(text, value):
-    assert compat.evaluate_literal(text) == value
+    assert evaluate_literal(text) == value
 
 
 @pytest.mark.parametrize(
@@ -404,19 +407,28 @@ def test_a_checkpoint_whose_options_are_a_program_or_huge_is_refused_in_one_sent
 )
 def test_an_option_that_is_a_program_is_refused(text):
     with pytest.raises(ValueError, match="not a literal"):
-        compat.evaluate_literal(text)
+        evaluate_literal(text)
 
 
-def test_every_module_that_evaluates_options_and_every_name_of_numpy_is_covered():
+@pytest.fixture(scope="module")
+def sources():
+    """Name -> source of every module of fairseq that is imported."""
     files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    ours = {k: v for k, v in files.items() if re.match(r"fairseq(\.|$)", k) and v}
-    texts = {k: Path(v).read_text(encoding="utf-8") for k, v in ours.items() if v.endswith(".py")}
+    of_fairseq = {k: v for k, v in files.items() if re.match(r"fairseq(\.|$)", k) and v}
+    texts = {k: Path(v).read_text("utf-8") for k, v in of_fairseq.items() if v.endswith(".py")}
     assert len(texts) > 300
+    return texts
+
+
+def test_every_module_that_evaluates_the_text_of_options_is_covered(sources):
     evaluates = re.compile(r"(?<![\w.])(?<!def )eval\(")
-    found = {name for name, text in texts.items() if evaluates.search(text)}
-    assert found == set(compat._EVALUATING_MODULES)
-    assert all(sys.modules[name].eval is compat.evaluate_literal for name in found)
-    users = [text for text in texts.values() if "import numpy as np" in text]
+    found = {name for name, text in sources.items() if evaluates.search(text)}
+    assert found == set(option_text.EVALUATING_MODULES)
+    assert all(sys.modules[name].eval is evaluate_literal for name in found)
+
+
+def test_numpy_has_every_name_that_fairseq_uses(sources):
+    users = [text for text in sources.values() if "import numpy as np" in text]
     names = {name for text in users for name in re.findall(r"\bnp\.([A-Za-z_]\w*)", text)}
     assert {"int", "float", "compat"} <= names
     assert [name for name in names if not hasattr(np, name)] == []
@@ -428,6 +440,8 @@ def test_applying_twice_changes_nothing():
         functions += (data_utils.get_buckets, distributed_utils.broadcast_object, np.compat)
         functions += (TransformerDecoderBase.upgrade_state_dict_named, EMA.__init__)
         functions += (file_utils.tarfile, FairseqTask.filter_indices_by_size)
+        functions += (checkpoint_utils.load_checkpoint_to_cpu, Trainer.state_dict)
+        functions += (checkpoint_utils.load_model_ensemble_and_task, Trainer.__init__)
         return *functions, frozenset(torch.serialization.get_safe_globals())
 
     compat.apply()
@@ -479,7 +493,7 @@ def test_batches_that_others_cannot_continue_are_refused_with_those_that_can(
 ):
     place = {"iterations_in_epoch": 6, "shuffle": shuffle}
     with pytest.raises(Refusal, match=f"resume with {said}, or add --reset-dataloader"):
-        compat._convert_place(place, before, now, by_updates=False)
+        resumed_place.convert_place(place, before, now, by_updates=False)
 
 
 def test_a_rank_over_gloo_leaves_its_process_group_when_it_ends(outcomes):

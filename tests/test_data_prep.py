@@ -139,7 +139,7 @@ def documents(dest, split):
     return {name.strip(): body for (_, name), body in zip(index, bodies, strict=True)}
 
 
-def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(embedded):
+def test_every_document_of_pydoc_is_whole_and_in_one_split(embedded):
     splits = {split: documents(embedded, split) for split in prep.SPLITS}
     names = [name for found in splits.values() for name in found]
     assert len(names) == len(set(names)) == 160
@@ -149,10 +149,17 @@ def test_the_pydoc_split_is_by_whole_documents_and_no_paragraph_occurs_twice(emb
             assert body[-1] == ""
             assert all(body[:-1])
             assert len(body) - 1 >= (3 if name.startswith("module:") else 2)
+
+
+def test_no_paragraph_of_pydoc_occurs_twice(embedded):
     texts = [(embedded / "text" / f"{split}.txt").read_text() for split in prep.SPLITS]
     paragraphs = [line for text in texts for line in text.split("\n") if line]
     assert len(paragraphs) == len(set(paragraphs))
     assert paragraphs.count("Every module says this very sentence.") == 1
+
+
+def test_the_text_of_pydoc_has_no_code_and_no_underlines(embedded):
+    texts = [(embedded / "text" / f"{split}.txt").read_text() for split in prep.SPLITS]
     assert not re.search(r">>>|---|does not belong", "".join(texts))
 
 
@@ -434,7 +441,7 @@ def prepare_captions(dest, folder, **changed):
     return multi30k.prepare(dest, from_dir=folder, **(given | changed))
 
 
-def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(captions, tmp_path, capsys):
+def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(captions, tmp_path):
     manifest = prepare_captions(tmp_path, captions)
     assert counted(manifest, "pairs") == PAIRS
     assert manifest["texts"]["test1"] == "raw/test_2017_flickr"
@@ -448,6 +455,10 @@ def test_parallel_text_has_one_model_and_a_dictionary_for_each_language(captions
         assert {*names, f"dict.{language}.txt"} <= set(os.listdir(tmp_path / "bin"))
     dictionaries = [(tmp_path / "bin" / f"dict.{name}.txt").read_text() for name in ("en", "de")]
     assert dictionaries[0] != dictionaries[1]
+
+
+def test_parallel_text_that_is_prepared_again_is_left_as_it_is(captions, tmp_path, capsys):
+    prepare_captions(tmp_path, captions)
     before = {path: (tmp_path / path).stat().st_mtime_ns for path in files(tmp_path)}
     capsys.readouterr()
     prepare_captions(tmp_path, captions)

@@ -36,8 +36,8 @@ from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import write_run
+from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.kernels import loader

@@ -13,10 +13,10 @@ from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import SPLITS, digest
 from lrpe_fairseq.experiments.families import lm
-from lrpe_fairseq.experiments.records import checkpoints, files, runs
+from lrpe_fairseq.experiments.records import checkpoints, files, provenance
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
-from lrpe_fairseq.experiments.report.frame import require_same
+from lrpe_fairseq.experiments.report.sheets import require_same
 from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
 from tests.test_experiments import one_run  # noqa: F401  (a fixture)
 from tests.trial import a_record, checkpoint, saved_config, trained
@@ -58,7 +58,7 @@ def test_damaged_or_replaced_data_are_refused_before_training(prepared, name):
     replace_file(prepared, name)
     with pytest.raises(UserError, match=f"bin/{name} is not the file that data-prep wrote"):
         prepared.begin(pytest.fail)
-    assert not runs.usage(prepared.folder)
+    assert not provenance.usage(prepared.folder)
 
 
 def test_a_run_on_other_data_is_not_finished(prepared):
@@ -73,7 +73,7 @@ def test_a_run_on_other_data_is_not_finished(prepared):
 
 def test_checkpoints_of_other_data_are_not_resumed(prepared):
     checkpoint(prepared.checkpoints / checkpoints.LAST, 30, cfg=saved_config(prepared))
-    runs.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
+    provenance.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
     assert prepared.ready_to_resume(pytest.fail) == 30
     replace_file(prepared, "train.bin")
     said = []
@@ -82,7 +82,7 @@ def test_checkpoints_of_other_data_are_not_resumed(prepared):
 
 
 def test_data_that_change_during_the_training_are_not_recorded(prepared):
-    runs.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
+    provenance.begin_part(prepared.folder, prepared.data_checksums(), resumed=False)
     replace_file(prepared, "test.bin")
     with pytest.raises(RunFailed, match=r"has changed since the training began \(test\)"):
         prepared.record({}, threads=1)
@@ -100,12 +100,12 @@ def test_runs_on_different_data_of_one_name_do_not_share_a_table():
 
 def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch):
     def at(commit, *, resumed):
-        monkeypatch.setattr(runs, "commit", lambda: commit)
-        runs.begin_part(tmp_path, {}, resumed=resumed)
-        return runs.provenance(tmp_path)
+        monkeypatch.setattr(provenance, "commit", lambda: commit)
+        provenance.begin_part(tmp_path, {}, resumed=resumed)
+        return provenance.provenance(tmp_path)
 
-    assert runs.commit is files.commit
-    assert runs.provenance(tmp_path) == {}  # begun by an older version
+    assert provenance.commit is files.commit
+    assert provenance.provenance(tmp_path) == {}  # begun by an older version
     assert at("a", resumed=False) == {"commit": "a"}
     assert at("a", resumed=True) == {"commit": "a"}
     assert at("b", resumed=True) == {"commit": "a", "commits": ["a", "b"]}

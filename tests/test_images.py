@@ -22,8 +22,8 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from lrpe_fairseq.image_files import in_eight_bits, read_image, rows_and_columns
-from lrpe_fairseq.models.checks import check_resumed, check_unfinished
 from lrpe_fairseq.models.patches import Images, Pixels
+from lrpe_fairseq.models.resumption import check_resumed, check_unfinished
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
 from lrpe_fairseq.tasks import images
 from lrpe_fairseq.tasks.images import Crop, ImagesConfig, LRPEImagesTask, UpdateOrder

@@ -187,6 +187,28 @@ def packaged():
     return setup.call_args.kwargs
 
 
+def test_links_of_the_package_index_are_absolute_where_the_repository_is_known(monkeypatch):
+    monkeypatch.setenv("REPOSITORY_URL", "https://example.org/u/p/")
+    with mock.patch.object(setuptools, "setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    said = setup.call_args.kwargs
+    links = re.findall(r"\]\(([^)]*)\)", said["long_description"])
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    ours = [link for link in links if link.startswith("https://example.org/u/p/")]
+    for link in ours:
+        kind, _, path = link.removeprefix("https://example.org/u/p/").partition("/main/")
+        assert kind == ("raw" if path.endswith(".png") else "blob")
+        assert (ROOT / path.partition("#")[0]).exists(), link
+    assert len(ours) > 10
+    assert said["project_urls"]["Source"] == "https://example.org/u/p"
+
+
+def test_the_wheel_says_that_it_is_typed(packaged):
+    assert "py.typed" in packaged["package_data"]["lrpe_fairseq"]
+    assert (ROOT / "lrpe_fairseq" / "py.typed").exists()
+    assert "Typing :: Typed" in packaged["classifiers"]
+
+
 def at(python, requirements):
     """The names of the requirements of an environment with that Python."""
     known = map(Requirement, requirements)

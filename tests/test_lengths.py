@@ -12,13 +12,13 @@ import torch
 from lrpe_fairseq.attention.linear import EPS
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import tokens_of
-from lrpe_fairseq.experiments.commands import evaluate
+from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm, load_named
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
 from lrpe_fairseq.experiments.records.runs import read_run, validate
-from lrpe_fairseq.experiments.report.frame import Sheet
+from lrpe_fairseq.experiments.report.sheets import Sheet
 from lrpe_fairseq.experiments.runner import processes, schedule, scoring
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
@@ -462,13 +462,13 @@ def check_by_hand(run, found, out):
     checkpoint = run.checkpoints / "checkpoint_best.pt"
     names = ["--protocols", "tail-64-64", "paired-128"]
     words = [str(checkpoint), str(run.data), "--splits", "test", *names, "--out", str(out)]
-    assert evaluate.lm(words) == 0
+    assert eval_lm.main(words) == 0
     plain = {name: found[name] for name in names[1:]}
     assert read_run(out)["metrics"]["test"] == plain
 
     names[1:] = ["blocks", f"blocks-{T}", "paired-128"]
     scale = ["--context-scaling", "yarn", "--context-factor", "2.5"]
-    assert evaluate.lm([*words[:4], *names, *scale, *words[-2:]]) == 0
+    assert eval_lm.main([*words[:4], *names, *scale, *words[-2:]]) == 0
     scaled = read_run(out)["metrics"]["test"]
     assert {name: scaled.pop(name) for name in plain} == plain
     assert scaled.keys() == {f"{name}+yarn-2.5" for name in names[1:]}
@@ -481,7 +481,7 @@ def check_by_hand(run, found, out):
 def test_a_run_is_trained_resumed_evaluated_at_other_lengths_and_again_later(
     corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(evaluate, "Children", ForkedChildren)
+    monkeypatch.setattr(eval_lm, "Children", ForkedChildren)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as this process: rounding depends on it
     run, tokens = tiny_run(corpus, tmp_path), corpus.token_count("test")
     children, events = ForkedChildren(), schedule.Events(tmp_path / "events.log")

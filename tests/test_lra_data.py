@@ -67,10 +67,9 @@ def prepared(text, tmp_path_factory):
     return dest
 
 
-def test_reviews_are_bytes_and_every_tenth_of_a_class_is_held_out(prepared, reviews):
-    manifest = json.loads((prepared / "manifest.json").read_text())
+def test_every_review_is_in_one_split_as_bytes_that_are_cut(prepared, reviews):
     found = splits(prepared, end=True)
-    assert [len(own.labels) for own in found.values()] == [36, 4, 40]
+    assert [len(examples.labels) for examples in found.values()] == [36, 4, 40]
     train, valid = (
         {bytes(row).decode(errors="ignore") for row in found[split].inputs}
         for split in ("train", "valid")
@@ -78,14 +77,23 @@ def test_reviews_are_bytes_and_every_tenth_of_a_class_is_held_out(prepared, revi
     assert train.isdisjoint(valid)
     expected = {body[:4095].decode(errors="ignore") for n, body in reviews.items() if "train/" in n}
     assert train | valid == expected - {"not labeled"}
-    names = sorted(f"{n}_7.txt" for n in range(20))[9::10]
-    held_out = {f"train {f} {n.split('_')[0]} é" for f in ("pos", "neg") for n in names}
-    assert {review.partition("é")[0] + "é" for review in valid} == held_out
-    for own in found.values():
-        for row, label in zip(own.inputs, own.labels, strict=True):
-            assert bytes(row).split()[1] == (b"pos" if label else b"neg")
+    manifest = json.loads((prepared / "manifest.json").read_text())
     assert manifest["splits"]["test"]["longest"] == 4096
     assert (manifest["corpus"], manifest["level"]) == ("lra", "text")
+
+
+def test_every_tenth_review_of_a_class_is_held_out(prepared):
+    valid = splits(prepared, end=True)["valid"].inputs
+    names = sorted(f"{n}_7.txt" for n in range(20))[9::10]
+    held_out = {f"train {f} {n.split('_')[0]} é" for f in ("pos", "neg") for n in names}
+    texts = [bytes(row).decode(errors="ignore") for row in valid]
+    assert {text.partition("é")[0] + "é" for text in texts} == held_out
+
+
+def test_a_review_has_the_class_of_its_folder(prepared):
+    for examples in splits(prepared, end=True).values():
+        for row, label in zip(examples.inputs, examples.labels, strict=True):
+            assert bytes(row).split()[1] == (b"pos" if label else b"neg")
 
 
 def test_a_folder_of_files_gives_the_bytes_of_the_archive_and_steps_are_skipped(

@@ -12,7 +12,7 @@ from fairseq.optim import lr_scheduler
 from omegaconf import OmegaConf
 from torch import nn
 
-from lrpe_fairseq import compat
+from lrpe_fairseq.compat import half_precision
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import Refusal
 from tests.test_every_encoding import NAMES, encoding_of
@@ -224,7 +224,7 @@ def test_float32_weights_are_those_of_the_model_of_a_checkpoint(half, change):
     loaded = built.state_dict()
     for name, weight in state["model"].items():
         assert torch.equal(loaded[name].float(), weight), name
-    masters = [weight.flatten() for weight in compat._masters(made)]
+    masters = [weight.flatten() for weight in half_precision.masters(made)]
     if masters:
         weights = [parameter.detach().float().flatten() for parameter in built.parameters()]
         assert torch.equal(torch.cat(masters), torch.cat(weights))

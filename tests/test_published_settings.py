@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
-from lrpe_fairseq.experiments.report.frame import read_paper
+from lrpe_fairseq.experiments.report.published import read_paper
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.tasks.images import ROUND
 from tests.test_data_prep import load

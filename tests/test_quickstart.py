@@ -4,7 +4,7 @@ from lrpe_fairseq.experiments.commands import quickstart
 from lrpe_fairseq.experiments.families import load_named, runs
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.report import frame
+from lrpe_fairseq.experiments.report.results import results_of
 
 NGRAMS = ROOT / "results" / "runs" / "ngrams" / "pydoc-char-1228800-in-128.json"
 COUNTS = read_run(NGRAMS)["metrics"]["test"]["blocks"]
@@ -19,7 +19,7 @@ def test_a_visitor_trains_the_published_rows_and_leaves_their_run_files_alone():
 
 
 def test_every_row_but_base_is_better_than_trigrams_and_one_has_less_than_five():
-    views = frame.results(ROOT).headlines(frame.results(ROOT).sheets_of("quickstart")[0])
+    views = results_of(ROOT).headlines(results_of(ROOT).sheets_of("quickstart")[0])
     means = {(view.column.attention, row): view.mean(row) for view in views for row in view.rows}
     assert len(means) == 4
     learned = [value for (_, row), value in means.items() if row != "Base"]

@@ -111,12 +111,11 @@ def own_text(tmp_path_factory):
     for name in ("configs", "hydra_plugins", "scripts", ".venv"):
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
-    (folder / "data/mine").mkdir(parents=True)
     words, chance = re.findall(r"\w+", README), random.Random(1)
-    for split, lines in {"train": 330, "valid": 20, "test": 330}.items():
-        text = (" ".join(chance.choices(words, k=12)) + "\n" for _ in range(lines))
-        (folder / f"data/mine/{split}.txt").write_text("".join(text), encoding="utf-8")
-    forked(folder, command("fairseq-preprocess"))
+    lines = (" ".join(chance.choices(words, k=12)) + "\n" for _ in range(3300))
+    (folder / "mine.txt").write_text("".join(lines), encoding="utf-8")
+    small = command("python -m lrpe_fairseq.experiments prepare").replace("8000", "600")
+    assert '"unknown": 0' in shell(folder, small)
     return folder
 
 
@@ -134,8 +133,23 @@ def test_a_model_of_own_text_is_trained_resumed_evaluated_and_writes(own_text):
         assert re.search(rf"^test, {protocol}: loss [\d.]+, ppl ", evaluated, re.MULTILINE)
     said, _, interactive = command("echo ").partition(" | ")
     generated = forked(own_text, interactive, "--user-dir", str(PLUGIN), given=said[6:-1])
-    assert re.search(r"^D-0\t", generated, re.MULTILINE)
+    detokenized = re.search(r"^D-0\t[-.e\d]+\t(.*)$", generated, re.MULTILINE)[1]
+    assert detokenized.startswith("the first words")
+    assert "▁" not in detokenized
     assert list(own_text.glob("runs/mine/linear-fox/tensorboard/*/events*"))
+
+
+@pytest.mark.end_to_end
+def test_a_model_of_own_text_is_loaded_in_python_as_the_page_says(own_text, monkeypatch, capsys):
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(from lrpe_fairseq\.models.*?)```", page, re.DOTALL)
+    training = command("fairseq-hydra-train", README[README.index("On a CPU;") :])
+    forked(own_text, training, *TINY.split(), f"common.user_dir={PLUGIN}", "model.decoder_layers=1")
+    monkeypatch.chdir(own_text)
+    exec(compile(block, "python.md", "exec"), {})
+    text, perplexity = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert text.startswith("The first words")
+    assert float(perplexity.removeprefix("perplexity ")) > 1
 
 
 @pytest.mark.end_to_end

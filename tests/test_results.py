@@ -10,16 +10,12 @@ import pytest
 
 from lrpe_fairseq.encodings import encoding_class
 from lrpe_fairseq.experiments.records import keys
-from lrpe_fairseq.experiments.records.layout import load_table
-from lrpe_fairseq.experiments.records.runs import (
-    FIELDS,
-    environment,
-    read_run,
-    read_runs,
-    validate,
-    write_run,
-)
-from lrpe_fairseq.experiments.report import docs, frame, pages
+from lrpe_fairseq.experiments.records.machine import environment
+from lrpe_fairseq.experiments.records.runs import FIELDS, read_run, read_runs, validate, write_run
+from lrpe_fairseq.experiments.records.tables import load_table
+from lrpe_fairseq.experiments.report import docs, pages, sheets
+from lrpe_fairseq.experiments.report.published import read_paper
+from lrpe_fairseq.experiments.report.results import Results, results_of
 from tests.trial import a_record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +26,7 @@ RESULTS = sorted({path.stem for path in PAPER.glob("*.csv")} - SETTINGS)
 
 
 def published(name):
-    return frame.read_paper(PAPER / f"{name}.csv")
+    return read_paper(PAPER / f"{name}.csv")
 
 
 def values(name, *keys):
@@ -205,12 +201,12 @@ def edit_table(root, old, new):
 def scores(root, row, column):
     table = load_table(root / "configs" / "tables" / "demo.yaml")
     runs = read_runs(root / "results" / "runs")
-    sheet = frame.Sheet(table, "small", "", runs)
+    sheet = sheets.Sheet(table, "small", "", runs)
     return sheet.scores(table.row(row), table.column(column))
 
 
 def page(root):
-    frame.results.cache_clear()
+    results_of.cache_clear()
     return pages.pages(root)["results/demo.md"]
 
 
@@ -236,7 +232,7 @@ def test_a_row_names_the_further_columns_of_its_published_cell(root):
     (root / "results" / "paper" / "demo.csv").write_text(text)
     edit_table(root, "method: RoPE}", "method: RoPE, paper: {lambda: '7'}}")
     save(root, "a")
-    view = frame.Results(root).column("demo", "valid")
+    view = Results(root).column("demo", "valid")
     assert (view.paper["RoPE"], view.paper["Base"]) == (77.0, 30.0)
 
 

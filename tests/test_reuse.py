@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from lrpe_fairseq.experiments import families
-from lrpe_fairseq.experiments.commands import evaluate
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records import checkpoints, keys
 from lrpe_fairseq.experiments.records.files import commit
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import Run, read_run, write_run
-from lrpe_fairseq.experiments.report.frame import require_same
-from lrpe_fairseq.experiments.runner import schedule
+from lrpe_fairseq.experiments.records.tables import load_table
+from lrpe_fairseq.experiments.report.sheets import require_same
+from lrpe_fairseq.experiments.runner import by_hand, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import Children
 from tests.trial import a_record, checkpoint, saved_config, trained, trial
@@ -243,7 +242,7 @@ AGAIN = {"test": {"blocks": 4.0, "blocks-512": 5.0}}
 
 
 def evaluated(**by_split):
-    """A run file of an evaluation, as evaluate.record makes it."""
+    """A run file of an evaluation, as by_hand.record makes it."""
     metrics = {s: {n: {"ppl": v} for n, v in own.items()} for s, own in by_split.items()}
     protocol = {name: f"{name}." for own in by_split.values() for name in own}
     data = {"dictionary": "d", **{split: split for split in by_split}}
@@ -272,8 +271,8 @@ def test_a_run_file_keeps_earlier_evaluations_of_the_same_checkpoint_and_data_on
     if difference == "data of another split":
         now["valid"] = "prepared again"
     out.write_text("{" if difference == "damaged" else json.dumps(before))
-    monkeypatch.setattr(evaluate.folders, "checksums", lambda data, splits: now)
-    evaluate.report(evaluated(**AGAIN), out, tmp_path)
+    monkeypatch.setattr(by_hand.folders, "checksums", lambda data, splits: now)
+    by_hand.report(evaluated(**AGAIN), out, tmp_path)
     after = read_run(out)
     found = {s: {n: v["ppl"] for n, v in own.items()} for s, own in after["metrics"].items()}
     assert found == expected

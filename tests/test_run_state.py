@@ -16,7 +16,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics, progress_bar
 
 import lrpe_fairseq.models
-from lrpe_fairseq import compat, run_state
+from lrpe_fairseq.compat import run_state
 from lrpe_fairseq.kernels import loader
 
 ALONE = {"distributed_init_method": None, "distributed_no_spawn": False}
@@ -50,7 +50,7 @@ def training(monkeypatch):
         return main
 
     monkeypatch.setattr(distributed_utils, "call_main", lambda cfg, main: main(cfg))
-    compat.give_every_run_a_state_of_its_own()
+    run_state.give_every_run_a_state_of_its_own()
     return make
 
 
@@ -153,5 +153,5 @@ def test_an_evaluation_has_no_value_and_no_tracker(training, tmp_path, monkeypat
 
 def test_the_fix_is_applied_once():
     before = distributed_utils.call_main
-    compat.give_every_run_a_state_of_its_own()
+    run_state.give_every_run_a_state_of_its_own()
     assert distributed_utils.call_main is before

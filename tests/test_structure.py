@@ -89,7 +89,7 @@ assert hasattr(train.validate_and_save, "func")  # it saves on a signal
 USED_BY_FAIRSEQ = """
 import sys, numpy as np, fairseq.models, fairseq.tasks
 sys.modules |= dict.fromkeys(["matplotlib", "pandas", "jinja2"])  # a machine for training
-from lrpe_fairseq.experiments.commands import evaluate, run_table, train_row
+from lrpe_fairseq.experiments.commands import eval_lm, eval_mt, run_table, train_row
 print("lrpe_lm" in fairseq.models.MODEL_REGISTRY, hasattr(np, "int"),
     "lrpe_truncated_bptt_lm" in fairseq.tasks.TASK_REGISTRY,
     [name for name in sys.modules if name.startswith("lrpe_fairseq.experiments.report.")])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.random import RandomState
 
-from lrpe_fairseq.experiments.data import synthetic
+from lrpe_fairseq.experiments.data import retrieval, synthetic
 from lrpe_fairseq.experiments.data.synthetic import PAD, TASKS, Recipe, Split
 from lrpe_fairseq.experiments.records.console import UserError
 
@@ -66,6 +66,36 @@ def at_the_offset(seen):
     return seen[(row - up) * width + (column + right) % width]
 
 
+def hidden_digits(seen, fact, question):
+    """The next digit of the value behind ``fact``, after ``question`` and digits given already."""
+    given = len(seen) - 1 - (len(seen) - 1 - seen[::-1].index(question[-1]))
+    return values_after(seen, fact)[given]
+
+
+def values_after(seen, fact):
+    """The tokens that follow the first occurrence of ``fact``."""
+    size = len(fact)
+    start = next(n for n in range(len(seen)) if seen[n : n + size] == fact)
+    return seen[start + size :]
+
+
+def passkey_read(seen):
+    return hidden_digits(seen, ("passkey",), ("passkey?",))
+
+
+def key_read(seen):
+    key = seen[seen.index("value-of?") + 1]
+    return hidden_digits(seen, ("value-of", key), (key,))
+
+
+def variable_followed(seen):
+    asked = name = seen[seen.index("get?") + 1]
+    copies = {seen[n + 1]: seen[n + 2] for n, token in enumerate(seen) if token == "copy"}
+    while name in copies:
+        name = copies[name]
+    return hidden_digits(seen, ("set", name), (asked,))
+
+
 SOLVERS: dict[str, Callable[[Tokens], str]] = {
     "copy": copied,
     "reverse": reversed_,
@@ -74,6 +104,9 @@ SOLVERS: dict[str, Callable[[Tokens], str]] = {
     "flip-flop": remembered,
     "counting": counted,
     "grid": at_the_offset,
+    "passkey": passkey_read,
+    "keys": key_read,
+    "variables": variable_followed,
 }
 
 
@@ -115,15 +148,17 @@ def test_splits_differ_have_their_lengths_and_only_symbols_of_the_dictionary(tas
         "grid": lambda t: t // recipe.sizes.width - 1,
     }.get(task, lambda t: t)
     length = {name: {words(len(s.inputs)) for s in samples} for name, samples in splits.items()}
-    for multiple in synthetic.MULTIPLES:
-        assert length[f"test{multiple}"] == {multiple * recipe.length}
+    tests = {name: split for name, split in recipe.splits.items() if split.multiple}
+    assert {split.multiple for split in tests.values()} == set(TASKS[task].multiples)
+    for name, split in tests.items():
+        assert length[name] == {split.multiple * recipe.length}
     assert max(length["train"]) <= recipe.length
     assert len(length["train"]) > 2  # mixed, so that no lag or place is constant
     assert {t for s in every for t in (*s.inputs, *s.targets)} - {PAD} <= set(recipe.vocabulary)
     assert all(len(sample.inputs) == len(sample.targets) for sample in every)
     seen = max(len(sample.inputs) for sample in splits["train"])
-    for multiple in synthetic.MULTIPLES[1:]:
-        for sample in splits[f"test{multiple}"]:  # scored beyond every sample of training only
+    for name in (name for name, split in tests.items() if split.multiple > 1):
+        for sample in splits[name]:  # scored beyond every sample of training only
             places = [place for place, target in enumerate(sample.targets) if target != PAD]
             assert min(places) >= seen
 
@@ -135,6 +170,29 @@ def test_the_gaps_of_mqar_follow_the_power_law():
     weights = np.arange(1, 25) ** (0.01 - 1)
     for place, p in enumerate(weights / weights.sum()):
         assert found[place] / 6000 == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / 6000))
+
+
+@pytest.mark.parametrize("task", retrieval.TASKS)
+@pytest.mark.parametrize("percent", [0, 25, 100])
+def test_the_asked_fact_has_the_depth_of_its_split_and_nothing_else_moves(task, percent):
+    depth = synthetic.DEPTHS[percent]
+    first = {"passkey": "passkey", "keys": "value-of", "variables": "set"}[task]
+    for sample in drawn(task, 40, multiple=4, depth=depth):
+        tokens = sample.inputs
+        words = [n for n, token in enumerate(tokens) if token in retrieval.SURROUNDINGS]
+        value = tuple(t for t in sample.targets if t != PAD)
+        facts = [n for n, token in enumerate(tokens) if token == first]
+        skip = {"passkey": 1, "keys": 2, "variables": 2}[task]
+        found = [n for n in facts if tokens[n + skip : n + skip + len(value)] == value]
+        before = [sum(word < place for word in words) / len(words) for place in found]
+        assert any(share == pytest.approx(depth, abs=0.51 / len(words)) for share in before)
+
+
+def test_words_around_hidden_facts_follow_one_another():
+    words = retrieval.surroundings(RandomState(1), 4000)
+    followers = {first: {b for a, b in itertools.pairwise(words) if a == first} for first in words}
+    assert len(followers) == retrieval.WORDS
+    assert {len(after) for after in followers.values()} == {retrieval.FOLLOWERS}
 
 
 @pytest.mark.parametrize("task", ["mqar", "mqrar"])
@@ -190,4 +248,7 @@ CHECKSUMS = {
     "flip-flop": "b68c75e001d3741b",
     "counting": "aa3d721e781e5c33",
     "grid": "3974351a0a650f0f",
+    "passkey": "8a81a77add57d2dc",
+    "keys": "3f16767fce01554e",
+    "variables": "836bb42103ecd739",
 }

@@ -7,15 +7,15 @@ import pytest
 
 from lrpe_fairseq.experiments.data.synthetic import MULTIPLES, TASKS
 from lrpe_fairseq.experiments.families import load_named, runs
-from lrpe_fairseq.experiments.families.generated import SyntheticRun, read_accuracy
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.keys import RATE
-from lrpe_fairseq.experiments.records.layout import Column, Row, Table
-from lrpe_fairseq.experiments.report.frame import Sheet
+from lrpe_fairseq.experiments.records.tables import Column, Row, Table
+from lrpe_fairseq.experiments.report.sheets import Sheet
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 
-SUITE = [task for task in TASKS if task != "grid"]
+SUITE = [name for name, task in TASKS.items() if name != "grid" and not task.depths]
 BEST = {"split": "valid", "protocol": "whole", "metric": "loss", "better": "lower"}
 
 

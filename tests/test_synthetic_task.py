@@ -35,22 +35,44 @@ def task(folder):
     return task
 
 
-def test_a_batch_is_padded_on_the_right_and_counts_scored_and_all_tokens(task):
-    samples = data.generate(Recipe("mqar", "tiny"))["valid"]
+CHOSEN = (0, 5, 9)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """The samples of a batch, as they were generated."""
+    every = data.generate(Recipe("mqar", "tiny"))["valid"]
+    return [every[number] for number in CHOSEN]
+
+
+@pytest.fixture(scope="module")
+def batch(task):
+    """The batch of these samples."""
     rows = task.dataset("valid")
-    batch = rows.collater([rows[n] for n in (0, 5, 9)])
-    words, given = task.source_dictionary, batch["net_input"]
-    for row, number in enumerate((0, 5, 9)):
-        sample = samples[number]
+    return rows.collater([rows[number] for number in CHOSEN])
+
+
+def test_a_batch_has_the_tokens_and_answers_of_its_samples(task, batch, samples):
+    words = task.source_dictionary
+    net_input = batch["net_input"]
+    for row, sample in enumerate(samples):
         length = len(sample.inputs)
-        assert given["src_lengths"][row] == length
-        assert [words[i] for i in given["src_tokens"][row, :length]] == list(sample.inputs)
+        assert net_input["src_lengths"][row] == length
+        assert [words[i] for i in net_input["src_tokens"][row, :length]] == list(sample.inputs)
         assert [words[i] for i in batch["target"][row, :length]] == list(sample.targets)
-        assert (given["src_tokens"][row, length:] == PAD).all()
+
+
+def test_a_batch_is_padded_on_the_right(batch, samples):
+    for row, sample in enumerate(samples):
+        length = len(sample.inputs)
+        assert (batch["net_input"]["src_tokens"][row, length:] == PAD).all()
         assert (batch["target"][row, length:] == PAD).all()
-    chosen = [samples[n] for n in (0, 5, 9)]
-    assert batch["tokens"] == sum(len(s.inputs) for s in chosen)
-    assert batch["ntokens"] == sum(t != data.PAD for s in chosen for t in s.targets)
+
+
+def test_a_batch_counts_scored_tokens_and_all_tokens(batch, samples):
+    assert batch["tokens"] == sum(len(sample.inputs) for sample in samples)
+    scored = [answer for sample in samples for answer in sample.targets if answer != data.PAD]
+    assert batch["ntokens"] == len(scored)
 
 
 def test_an_answer_with_one_wrong_token_is_wrong_and_unscored_tokens_do_not_count():

@@ -8,13 +8,13 @@ import torch
 
 from lrpe_fairseq.experiments.data import transduction as data
 from lrpe_fairseq.experiments.data.transduction import Recipe
-from lrpe_fairseq.experiments.families import generated
-from lrpe_fairseq.experiments.families.generated import METRICS, TransductionRun
+from lrpe_fairseq.experiments.families import transduction as family
+from lrpe_fairseq.experiments.families.transduction import METRICS, TransductionRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import CONFIGS
 from lrpe_fairseq.experiments.records.keys import cells, option
-from lrpe_fairseq.experiments.records.layout import load_table
 from lrpe_fairseq.experiments.records.runs import read_run
+from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from tests.end_to_end.forked import ForkedChildren
@@ -89,19 +89,19 @@ def test_a_cell_names_its_data_set_and_sets_both_halves(runs):
 )
 def test_the_paper_scores_other_tokens_in_every_kind_of_task(name):
     wanted = {"copy": "all", "reverse": "inner", "repeat": "inner", "tree": "no-end"}
-    assert generated.scored_tokens(Path(name)) == wanted[name.partition("-")[0]]
+    assert family.scored_tokens(Path(name)) == wanted[name.partition("-")[0]]
 
 
 def test_a_log_without_a_metric_is_refused_and_one_that_is_not_finite_diverged(tmp_path):
     log = tmp_path / "log"
     log.write_text('INFO | test | {"epoch": 1, "test_teacher_ppl": "2.5"}')
     with pytest.raises(RunFailed, match="printed no ppl_published for test"):
-        generated.read_validation(log, "test")
+        family.read_validation(log, "test")
     values = ", ".join(f'"test_{name}": "nan"' for name in METRICS["teacher"].values())
     log.write_text(f"INFO | test | {{{values}}}")
-    assert generated.read_validation(log, "test") == {"diverged": 1}
+    assert family.read_validation(log, "test") == {"diverged": 1}
     with pytest.raises(RunFailed, match="printed no decoded_token_accuracy for test"):
-        generated.read_validation(log, "test", "generate")
+        family.read_validation(log, "test", "generate")
 
 
 def test_a_run_trains_and_is_measured_from_data_to_run_file(runs, tmp_path):

@@ -77,22 +77,39 @@ def sums_row_by_row(rows, model):
     return found
 
 
-def test_a_batch_has_the_code_of_every_token_and_0_at_padding_and_ends(trained):
+@pytest.fixture(scope="module")
+def samples():
+    """The validation set, as it was generated."""
+    return data.generate(Recipe("tree-copy", "tiny", "depth"))["valid"]
+
+
+def test_every_token_of_a_source_has_its_code_and_its_end_has_0(trained, samples):
     _, task, batch = trained
-    samples = data.generate(Recipe("tree-copy", "tiny", "depth"))["valid"]
-    given, words = batch["net_input"], task.source_dictionary
     for row, number in enumerate(batch["id"].tolist()):
-        source, target = samples[number]
-        tokens, codes = given["src_tokens"][row], given["src_positions"][row]
+        tokens = batch["net_input"]["src_tokens"][row]
+        codes = batch["net_input"]["src_positions"][row]
+        source, _ = samples[number]
         real = tokens.ne(PAD)
-        assert words.string(tokens[real]) == " ".join(source.tokens)
+        assert task.source_dictionary.string(tokens[real]) == " ".join(source.tokens)
         assert codes[real].tolist() == [*source.codes, 0]
-        assert codes[~real].count_nonzero() == 0
-        tokens, codes = given["prev_output_tokens"][row], given["prev_output_positions"][row]
-        real = tokens.ne(PAD)
+
+
+def test_every_token_before_a_target_has_its_code_and_the_first_end_has_0(trained, samples):
+    _, _, batch = trained
+    for row, number in enumerate(batch["id"].tolist()):
+        tokens = batch["net_input"]["prev_output_tokens"][row]
+        codes = batch["net_input"]["prev_output_positions"][row]
+        _, target = samples[number]
         assert tokens[0] == EOS
-        assert codes[real].tolist() == [0, *target.codes]
-        assert codes[~real].count_nonzero() == 0
+        assert codes[tokens.ne(PAD)].tolist() == [0, *target.codes]
+
+
+def test_padding_has_the_code_0(trained):
+    _, _, batch = trained
+    net_input = batch["net_input"]
+    for tokens, codes in (("src_tokens", "src_positions"),
+                          ("prev_output_tokens", "prev_output_positions")):  # fmt: skip
+        assert net_input[codes][net_input[tokens].eq(PAD)].count_nonzero() == 0
 
 
 def test_the_model_uses_the_positions_and_forgets_them(trained):

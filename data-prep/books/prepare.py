@@ -40,6 +40,7 @@ class Source:
 
 def split_of(name: str) -> str:
     """Return the split of a book, which depends only on its file name."""
+    # by name, so that a book that is added moves no other one
     place = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32
     for split, share in SHARE.items():
         if place < share:
@@ -58,17 +59,17 @@ def find_books(folder: Path) -> Books:
             f"{folder} has the folders train, validation and test, as PG-19 does: prepare it as "
             "pg19, or pass a folder without these splits."
         )
-    found: Books = {split: [] for split in prep.SPLITS}
+    books_of: Books = {split: [] for split in prep.SPLITS}
     for path in sorted(folder.rglob("*.txt")):
-        found[split_of(path.relative_to(folder).as_posix())].append(path)
-    for split, paths in found.items():
+        books_of[split_of(path.relative_to(folder).as_posix())].append(path)
+    for split, paths in books_of.items():
         if not paths:
-            books = sum(map(len, found.values()))
+            books = sum(map(len, books_of.values()))
             raise UserError(
                 f"{folder} has {books} books (*.txt), too few to leave one to the split {split}: "
                 "add books."
             )
-    return found
+    return books_of
 
 
 # ------------------------------------------------------------------------------------------ pg19
@@ -85,20 +86,20 @@ def obtain_pg19(
 
     limit: take only the first ``limit`` books of ``train``. Raises: UserError if a book is missing.
     """
-    found: Books = {}
+    books: Books = {}
     for split in prep.SPLITS:
         stop = limit if split == "train" else None
         if from_dir is None:
-            found[split] = _download(raw, split, stop, source or Source())
+            books[split] = _download(raw, split, stop, source or Source())
         else:
-            found[split] = sorted((from_dir / PUBLISHED[split]).glob("*.txt"))[:stop]
+            books[split] = sorted((from_dir / PUBLISHED[split]).glob("*.txt"))[:stop]
         expected = min(official[split], stop or official[split])
-        if len(found[split]) != expected:
+        if len(books[split]) != expected:
             raise UserError(
-                f"PG-19 has {expected:,} books in {PUBLISHED[split]}, not {len(found[split]):,}: "
+                f"PG-19 has {expected:,} books in {PUBLISHED[split]}, not {len(books[split]):,}: "
                 f"fetch the missing ones of {from_dir or raw}."
             )
-    return found
+    return books
 
 
 def _download(raw: Path, split: str, stop: int | None, source: Source) -> list[Path]:
@@ -139,6 +140,7 @@ def join(books: Sequence[Path], text: Path, documents: Path) -> None:
             except UnicodeDecodeError:
                 raise UserError(f"{book} is not UTF-8: convert it first.") from None
             index.write(f"{number}\t{book.stem}\n")
+            # the empty line is the end of a document for --sample-break-mode complete_doc
             out.writelines(f"{line}\n" for line in [*lines, ""])
             number += len(lines) + 1
 
@@ -163,6 +165,7 @@ def prepare(
 
     corpus: ``books`` or ``pg19``. limit: books of PG-19's train split; the data then have a name of
     their own.
+    Raises: UserError for options that exclude each other, and for sources that are missing.
     """
     if corpus == "books" and from_dir is None:
         raise UserError("The corpus books has no download: pass a folder of *.txt with --from.")

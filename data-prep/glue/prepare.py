@@ -35,7 +35,8 @@ class Pieces:
 
 def pieces_of(folder: Path) -> Pieces:
     """Read the pieces of a prepared corpus. Raises: UserError if it is not prepared."""
-    tokenizer, dictionary = tokenizer_of(folder), first_shard(folder) / "dict.txt"
+    tokenizer = tokenizer_of(folder)
+    dictionary = first_shard(folder) / "dict.txt"
     if not dictionary.is_file():
         raise UserError(f"{dictionary} does not exist: prepare {folder} first.")
     return Pieces(folder.name, tokenizer, dictionary)
@@ -43,7 +44,8 @@ def pieces_of(folder: Path) -> Pieces:
 
 def prepare(name: str, dest: Path, pieces: Pieces, from_dir: Path | None, workers: int = 1) -> dict:
     """Prepare ``dest/<name>`` and return its manifest."""
-    task, folder = named(name), dest / name
+    task = named(name)
+    folder = dest / name
     prep.say(f"GLUE {name} -> {folder}")
     steps = prep.Steps(folder, "glue", name)
     raw = obtain(name, folder / "raw", from_dir)
@@ -52,17 +54,21 @@ def prepare(name: str, dest: Path, pieces: Pieces, from_dir: Path | None, worker
     written = [texts[part][split] for split in raw for part in parts]
     encode = functools.partial(write_text, raw, texts, task, pieces)
     steps.run("encode", {**raw, **pieces.reads}, written, encode)
-    for part, own in texts.items():
+    for part, texts_of_part in texts.items():
         bin_dir = folder / "bin" / part
-        files, make = ["dict.txt", *prep.binary_files(own)], prep.write_binary
+        files = ["dict.txt", *prep.binary_files(texts_of_part)]
+        make = prep.write_binary
         dictionary = pieces.dictionary
         if part == "label":
+            # classes are symbols of a dictionary of their own
             dictionary = folder / "text" / "classes.txt"
             prep.write_lines(dictionary, (f"{number} 1" for number in range(task.classes)))
+        # a regression: fairseq reads its targets as text
         if part == "label" and not task.labels:
-            files, make = [f"{split}.label" for split in own], write_values
-        binarize = functools.partial(make, own, bin_dir, dictionary, workers)
-        reads = {**own, **pieces.reads}
+            files = [f"{split}.label" for split in texts_of_part]
+            make = write_values
+        binarize = functools.partial(make, texts_of_part, bin_dir, dictionary, workers)
+        reads = {**texts_of_part, **pieces.reads}
         steps.run(f"binarize {part}", reads, [bin_dir / file for file in files], binarize)
     return steps.finish(lambda: count(raw, task, pieces))
 
@@ -79,6 +85,7 @@ def write_text(
         for index in range(len(task.inputs)):
             encoded = pieces.tokenizer.cut([sentences[index] for sentences, _ in examples])
             prep.write_lines(texts[f"input{index}"][split], encoded)
+        # labels as numbers; those of a regression, and the missing ones of a test set, as they are
         numbers = {label: number for number, label in enumerate(task.labels)}
         prep.write_lines(
             texts["label"][split], (numbers.get(label, label) for _, label in examples)

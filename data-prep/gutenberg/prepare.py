@@ -63,7 +63,7 @@ def first_books(lines: Iterable[str], books: int | None) -> Iterator[str]:
     """Yield the lines of the first ``books`` books, or of all of them."""
     seen = 0
     for line in lines:
-        seen += line.startswith(BOOK)
+        seen += line.startswith(BOOK)  # every book begins with this line
         if books is not None and seen > books:
             return
         yield line
@@ -115,6 +115,7 @@ def run_model(
     model = steps.dest / pieces.SPM
 
     def make() -> None:
+        # the first shard only, so that data of fewer shards have the same pieces
         paragraphs = (line for line in lines_of([first]) if not line.startswith(BOOK))
         pieces.train_sentencepiece(
             itertools.islice(paragraphs, 0, None, SAMPLE),
@@ -153,6 +154,7 @@ def prepare(
 
     shards: of train. held_out: numbers of the first books of valid and test. With fewer shards or
     books than all, or another number of pieces than usual, the data have a name of their own.
+    Raises: UserError for a number of shards or books that there is not, or a missing source.
     """
     train = sorted(name for name in sha256 if name.startswith("train-"))
     if not 1 <= shards <= len(train):
@@ -166,7 +168,7 @@ def prepare(
     prep.say(f"gutenberg{part} {level} -> {dest}")
     steps = prep.Steps(dest, f"gutenberg{part}", level)
     names = {"train": train[:shards], "valid": ["valid"], "test": ["test"]}
-    sources = {split: obtain(own, from_dir, sha256) for split, own in names.items()}
+    sources = {split: obtain(titles, from_dir, sha256) for split, titles in names.items()}
     texts = run_texts(steps, sources, sha256, books)
     tokenizer = run_model(steps, sources["train"][0], sha256, vocab_size)
     pieces.run_pieces(steps, texts, tokenizer, workers)

@@ -27,7 +27,8 @@ FOLDERS = {"train": "train", "valid": "val"}
 """Split -> its folder in ``images/``. There is no test set with labels."""
 SUFFIXES = (".jpeg", ".jpg", ".png")
 CLASS = r"n\d{8}"
-GROUND_TRUTH, SYNSETS = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+SYNSETS = "meta.mat"
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,11 @@ def prepare(
 def _link(images: Path, from_dir: Path) -> None:
     images.mkdir(exist_ok=True)
     for name in FOLDERS.values():
-        link, target = images / name, (from_dir / name).resolve()
+        link = images / name
+        target = (from_dir / name).resolve()
         if link.is_symlink():
             link.unlink()
+        # --from is the folder images/ of --dest, whose links would point to themselves
         if target == link.resolve():
             raise UserError(f"{from_dir} lies in --dest, where this command writes: move it.")
         if link.exists():
@@ -119,7 +122,7 @@ def listing(folder: Path, names: Sequence[str]) -> list[str]:
     lines = []
     for label, name in enumerate(names):
         for entry in sorted(os.scandir(folder / name), key=lambda entry: entry.name):
-            size = entry.stat().st_size if entry.is_file() else 0
+            size = entry.stat().st_size if entry.is_file() else 0  # a folder has no image's size
             if not (size and entry.name.lower().endswith(SUFFIXES) and entry.name.isprintable()):
                 raise UserError(
                     f"{entry.path!r} is empty or no image (.JPEG, .jpg or .png): remove it."
@@ -133,9 +136,9 @@ def listing(folder: Path, names: Sequence[str]) -> list[str]:
 def _require_published(
     source: Source, names: Sequence[str], index: Mapping[str, Sequence[str]], from_dir: Path
 ) -> None:
-    found = {"classes": len(names), **{split: len(lines) for split, lines in index.items()}}
+    counts = {"classes": len(names), **{split: len(lines) for split, lines in index.items()}}
     expected = {"classes": source.classes, **source.sizes}
-    for part, number in found.items():
+    for part, number in counts.items():
         if not number:
             raise UserError(f"{from_dir} has no images in class folders (part: {part}).")
         if expected.get(part) and number != expected[part]:
@@ -158,6 +161,7 @@ def _write_index(
             for file, lines in texts.items():
                 prep.write_lines(part / file, lines)
 
+    # the images themselves may be on a slow disk: their names and sizes stand for them
     reads = {s: hashlib.sha256("\n".join(lines).encode()).hexdigest() for s, lines in index.items()}
     steps.run("index", reads, [bin_dir / file for file in texts], write)
 
@@ -197,6 +201,7 @@ def _unpack(steps: prep.Steps, from_dir: Path, archives: Archives) -> None:
         with prep.readable(from_dir):
             _unpack_train(train, images / FOLDERS["train"])
             _unpack_val(val, images / FOLDERS["valid"], validation_classes(devkit))
+        # last: its existence says that everything is unpacked
         prep.write_lines(images / "unpacked.txt", map(" ".join, archives.all()))
 
     steps.run("unpack", dict(archives.all()), [images / "unpacked.txt"], make)
@@ -204,9 +209,10 @@ def _unpack(steps: prep.Steps, from_dir: Path, archives: Archives) -> None:
 
 def _unpack_train(archive: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for found, stream in prep.tar_members(archive, rf"({CLASS})\.tar"):
-        if not (folder / found[1]).is_dir():
-            with prep.atomic_folder(folder / found[1]) as part:
+    for match, stream in prep.tar_members(archive, rf"({CLASS})\.tar"):
+        # a class appears when it is whole; an interrupted step goes on after it
+        if not (folder / match[1]).is_dir():
+            with prep.atomic_folder(folder / match[1]) as part:
                 for image, content in prep.tar_members(stream, rf"{CLASS}_\d+\.JPEG"):
                     _copy(content, part / image[0])
 
@@ -214,10 +220,10 @@ def _unpack_train(archive: Path, folder: Path) -> None:
 def _unpack_val(archive: Path, folder: Path, classes: Sequence[str]) -> None:
     """Write the images to the folders of their classes; ``classes`` in the order of the numbers."""
     with prep.atomic_folder(folder) as part:
-        for found, stream in prep.tar_members(archive, r"ILSVRC2012_val_(\d{8})\.JPEG"):
-            home = part / classes[int(found[1]) - 1]
+        for match, stream in prep.tar_members(archive, r"ILSVRC2012_val_(\d{8})\.JPEG"):
+            home = part / classes[int(match[1]) - 1]  # images count from 1
             home.mkdir(exist_ok=True)
-            _copy(stream, home / found[0])
+            _copy(stream, home / match[0])
 
 
 def _copy(stream: IO[bytes], path: Path) -> None:
@@ -238,12 +244,12 @@ def validation_classes(devkit: Path) -> list[str]:
             "The table of classes needs scipy: run pip install scipy, or pass class folders."
         ) from None
     wanted = f"data/({re.escape(GROUND_TRUTH)}|{re.escape(SYNSETS)})"
-    found = {match[1]: stream.read() for match, stream in prep.tar_members(devkit, wanted)}
-    if len(found) < 2:
+    members = {match[1]: stream.read() for match, stream in prep.tar_members(devkit, wanted)}
+    if len(members) < 2:
         raise ValueError(f"{devkit} lacks {GROUND_TRUTH} or {SYNSETS}")
-    rows = loadmat(io.BytesIO(found[SYNSETS]), squeeze_me=True)["synsets"]
+    rows = loadmat(io.BytesIO(members[SYNSETS]), squeeze_me=True)["synsets"]
     names = {int(row[0]): str(row[1]) for row in rows if int(row[4]) == 0}  # without children
-    return [names[int(number)] for number in found[GROUND_TRUTH].split()]
+    return [names[int(number)] for number in members[GROUND_TRUTH].split()]
 
 
 @command("data-prep/imagenet/prepare.py")

@@ -40,7 +40,8 @@ OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
 }
 CLOSE = "]"
 SYMBOLS = [*OPERATORS, CLOSE, *map(str, range(10))]
-CLOSE_ID, ZERO = len(OPERATORS), len(OPERATORS) + 1
+CLOSE_ID = len(OPERATORS)  # the place of the closing bracket in SYMBOLS
+ZERO = len(OPERATORS) + 1  # of the digit 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def expression(rng: random.Random, recipe: Recipe) -> tuple[list[int], int]:
         operator = below(rng, len(functions))
         tokens.append(operator)
         count = 2 + below(rng, recipe.arguments - 1)
+        # the arguments append their tokens before the bracket closes
         value = functions[operator]([node(depth + 1) for _ in range(count)])
         tokens.append(CLOSE_ID)
         return value
@@ -119,14 +121,16 @@ def generate(recipe: Recipe, seed: int) -> dict[str, Examples]:
 
 
 def _split(rng: random.Random, recipe: Recipe, count: int, known: set[bytes]) -> Examples:
-    inputs, labels = [], []
+    inputs = []
+    labels = []
     while len(inputs) < count:
         try:
             tokens, value = expression(rng, recipe)
         except TooLong:
             continue
-        if recipe.shortest < len(tokens) < recipe.longest and bytes(tokens) not in known:
-            known.add(bytes(tokens))
+        key = bytes(tokens)
+        if recipe.shortest < len(tokens) < recipe.longest and key not in known:
+            known.add(key)
             inputs.append(tokens)
             labels.append(value)
     return Examples(inputs, labels)
@@ -141,12 +145,13 @@ def prepare(dest: Path, length: str, seed: int = 1) -> dict:
     steps = prep.Steps(dest, "listops", length)
 
     def with_root(counts: dict[str, Any]) -> dict[str, Any]:
-        for split, own in counts["splits"].items():
+        for split, of_split in counts["splits"].items():
             prefix = dest / "bin" / "input0" / split
+            # the first token of every row
             starts = np.cumsum([0, *prep.row_lengths(prefix)[:-1]])
             roots = np.fromfile(f"{prefix}.bin", dtype=np.uint16)[starts].tolist()
             labels = examples.labels_of(dest / "bin" / "label" / split)
-            own["root"] = round(examples.accuracy_from_key(roots, labels), 2)
+            of_split["root"] = round(examples.accuracy_from_key(roots, labels), 2)
         return counts
 
     make = functools.partial(generate, LENGTHS[length], seed)

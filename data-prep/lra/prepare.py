@@ -84,6 +84,7 @@ def prepare(
     reads: dict[str, Any] = {"source": _fingerprint(task.archive, source), "seed": SEED}
     reads["script"] = Path(__file__)
     with prep.readable(source):
+        # pairs are read once per column, which an archive would decompress each time
         if task.pairs:
             source = _unpack(steps, task, source, reads["source"])
         chosen = {"published": True} if published_splits else {}
@@ -117,11 +118,12 @@ def _source(archive: Archive, raw: Path, from_dir: Path | None) -> Path:
 
 def _has_tables(archive: Archive, folder: Path) -> bool:
     """True if the tables are there. Raises: UserError if one of them is another version."""
-    found = {name: folder / name for name in archive.tables if (folder / name).is_file()}
-    for name, path in found.items():
+    tables = {name: folder / name for name in archive.tables if (folder / name).is_file()}
+    # also if others are missing: a damaged table is never passed over
+    for name, path in tables.items():
         if not prep.has_checksum(path, archive.tables[name]):
             raise UserError(f"{path} is truncated or not the expected version: fetch it again.")
-    return bool(found) and len(found) == len(archive.tables)
+    return bool(tables) and len(tables) == len(archive.tables)
 
 
 def _fingerprint(archive: Archive, source: Path) -> str:
@@ -131,17 +133,18 @@ def _fingerprint(archive: Archive, source: Path) -> str:
     if _has_tables(archive, source):
         return " ".join(archive.tables.values())
     hasher = hashlib.sha256()
-    for found, path in _wanted_files(archive, source):
-        hasher.update(f"{found.string} {prep.digest(path)}\n".encode())
+    for match, path in _wanted_files(archive, source):
+        hasher.update(f"{match.string} {prep.digest(path)}\n".encode())
     return hasher.hexdigest()
 
 
 def _wanted_files(archive: Archive, folder: Path) -> Iterator[tuple[Match[str], Path]]:
     """Yield match of the name and path of the wanted files below ``folder``, without links."""
     for path in sorted(folder.rglob("*")):
-        found = prep.wanted(path.relative_to(folder).as_posix(), archive.wanted)
-        if found and path.is_file() and not path.is_symlink():
-            yield found, path
+        match = prep.wanted(path.relative_to(folder).as_posix(), archive.wanted)
+        # a link could name a file that is not below the folder
+        if match and path.is_file() and not path.is_symlink():
+            yield match, path
 
 
 def _files(archive: Archive, source: Path) -> Iterator[tuple[Match[str], IO[bytes]]]:
@@ -151,9 +154,9 @@ def _files(archive: Archive, source: Path) -> Iterator[tuple[Match[str], IO[byte
     elif _has_tables(archive, source):
         yield from _rows(archive, source)
     else:
-        for found, path in _wanted_files(archive, source):
+        for match, path in _wanted_files(archive, source):
             with path.open("rb") as stream:
-                yield found, stream
+                yield match, stream
 
 
 def _rows(archive: Archive, folder: Path) -> Iterator[tuple[Match[str], IO[bytes]]]:
@@ -166,11 +169,11 @@ def _rows(archive: Archive, folder: Path) -> Iterator[tuple[Match[str], IO[bytes
                 yield prep.wanted(name, archive.wanted), io.BytesIO(body.encode())
 
 
-def _require(found: int, expected: int, what: str, source: Path) -> None:
+def _require(count: int, expected: int, what: str, source: Path) -> None:
     """Raise UserError unless there are as many examples as published."""
-    if found != expected:
+    if count != expected:
         raise UserError(
-            f"{source} has {found:,} {what} instead of {expected:,}: fetch it again, whole."
+            f"{source} has {count:,} {what} instead of {expected:,}: fetch it again, whole."
         )
 
 
@@ -183,16 +186,18 @@ def text(task: Task, source: Path, published: bool = False) -> dict[str, Example
     Every tenth review of a class, in the order of the file names, is held out of the training set
     for validation; with ``published``, none is, and validation is on the test set.
     """
-    found: dict[str, dict[tuple[str, str], bytes]] = {part: {} for part in task.sizes}
+    reviews: dict[str, dict[tuple[str, str], bytes]] = {part: {} for part in task.sizes}
     for match, stream in _files(task.archive, source):
         part, feeling, name = match.groups()
-        found[part][feeling, name] = stream.read(task.longest)
+        reviews[part][feeling, name] = stream.read(task.longest)  # as the model would cut it
     for part, size in task.sizes.items():
-        _require(len(found[part]), size, f"reviews in {part}", source)
-    known, test = (sorted(found[part].items()) for part in ("train", "test"))
-    tenths = {
-        key for feeling in ("neg", "pos") for key in [k for k, _ in known if k[0] == feeling][9::10]
-    }
+        _require(len(reviews[part]), size, f"reviews in {part}", source)
+    known = sorted(reviews["train"].items())
+    test = sorted(reviews["test"].items())
+    tenths: set[tuple[str, str]] = set()
+    for feeling in ("neg", "pos"):
+        keys = [key for key, _ in known if key[0] == feeling]
+        tenths.update(keys[9::10])
     held_out = set() if published else tenths
     train = [item for item in known if item[0] not in held_out]
     valid = test if published else [item for item in known if item[0] in held_out]
@@ -212,8 +217,8 @@ def _unpack(steps: prep.Steps, task: Task, source: Path, fingerprint: str) -> Pa
     names = [f"new_aan_pairs.{part}.tsv" for part in task.sizes]
 
     def write() -> None:
-        for found, stream in _files(task.archive, source):
-            with atomic_write(raw / found[0], "wb") as out:
+        for match, stream in _files(task.archive, source):
+            with atomic_write(raw / match[0], "wb") as out:
                 shutil.copyfileobj(stream, out, prep.BLOCK)
         for name in names:
             if not (raw / name).is_file():
@@ -254,14 +259,14 @@ def pairs(path: Path) -> Iterator[list[bytes]]:
 
 def retrieval(task: Task, source: Path) -> dict[str, Examples]:
     """Return pairs of papers; class 1 if one cites the other."""
-    found = {}
+    by_split = {}
     for split, part in zip(prep.SPLITS, ("train", "eval", "test"), strict=True):
         path = source / f"new_aan_pairs.{part}.tsv"
         labels = [int(fields[0] == b"1.0") for fields in pairs(path)]
         _require(len(labels), task.sizes[part], "pairs", path)
         first, second = (Column(path, number, task.longest) for number in (3, 4))
-        found[split] = Examples(first, labels, second)
-    return found
+        by_split[split] = Examples(first, labels, second)
+    return by_split
 
 
 # --- pathfinder --------------------------------------------------------------------------------
@@ -273,28 +278,33 @@ def pathfinder(task: Task, source: Path) -> dict[str, Examples]:
     The splits are 80, 10 and 10 percent of a permutation of the images, which are first sorted by
     the names of folder and file as text: ``sample_10.png`` precedes ``sample_2.png``. Empty files,
     of which the release has one, are left out with a message.
+    Raises: UserError for images without labels, or no images.
     """
     images: dict[tuple[str, str], bytes] = {}
     labels: dict[tuple[str, str], int] = {}
-    for found, stream in _files(task.archive, source):
+    for match, stream in _files(task.archive, source):
         body = stream.read()
-        if found[1] is None:
+        if match[1] is None:  # a file of labels
             labels.update(_metadata(body))
         elif body:
-            images[found[1], found[2]] = gray_png(body, 32, found[0])
+            images[match[1], match[2]] = gray_png(body, 32, match[0])
         else:
-            prep.say(f"  {found[0]} is empty and left out")
+            prep.say(f"  {match[0]} is empty and left out")
     missing = len(images.keys() - labels.keys())
     if not images or missing:
         raise UserError(
             f"{source} has {len(images):,} images of pathfinder32, {missing:,} of them without a "
             "label: fetch it again, whole."
         )
-    every = Examples([images[k] for k in sorted(images)], [labels[k] for k in sorted(images)])
+    keys = sorted(images)
+    every = Examples([images[key] for key in keys], [labels[key] for key in keys])
     count = len(images)
     ends = [8 * count // 10, 9 * count // 10]
-    own = np.split(np.random.RandomState(SEED).permutation(count), ends)
-    return {split: every.chosen(sorted(rows)) for split, rows in zip(prep.SPLITS, own, strict=True)}
+    # RandomState, whose permutations do not change between versions of numpy
+    rows_of = np.split(np.random.RandomState(SEED).permutation(count), ends)
+    return {
+        split: every.chosen(sorted(rows)) for split, rows in zip(prep.SPLITS, rows_of, strict=True)
+    }
 
 
 def _metadata(content: bytes) -> dict[tuple[str, str], int]:
@@ -302,14 +312,15 @@ def _metadata(content: bytes) -> dict[tuple[str, str], int]:
 
     Raises: UserError for a line that does not have a label of 0 or 1.
     """
-    found = {}
+    label_of = {}
     for line in filter(str.strip, content.decode(errors="replace").splitlines()):
         match line.split():
+            # folder, file, number in the folder, label, parameters of the drawing
             case [folder, name, _, ("0" | "1") as label, *_]:
-                found[folder, name] = int(label)
+                label_of[folder, name] = int(label)
             case _:
                 raise UserError(f"A line of pathfinder32's labels is {line!r}: fetch them again.")
-    return found
+    return label_of
 
 
 def gray_png(content: bytes, side: int, name: str) -> bytes:
@@ -334,16 +345,22 @@ def image(task: Task, source: Path) -> dict[str, Examples]:
 
     A record of the source is a class and the pixels, first all red ones: 1 + 3 x 1024 bytes.
     """
-    parts = {found[1]: stream.read() for found, stream in _files(task.archive, source)}
+    parts = {match[1]: stream.read() for match, stream in _files(task.archive, source)}
+    # the order of the batches decides which images are held out
     train = b"".join(parts[name] for name in sorted(parts) if name != "test_batch")
     rows = {}
     for part, content in (("train", train), ("test", parts.get("test_batch", b""))):
+        # a truncated batch gives a fraction, which is no published number either
         _require(len(content) / 3073, task.sizes[part], f"images in {part}", source)
         rows[part] = np.frombuffer(content, np.uint8).reshape(-1, 3073)
     count = len(rows["train"])
     held_out, kept = np.split(np.random.RandomState(SEED).permutation(count), [count // 10])
-    known = {part: Examples(luma(own[:, 1:]), own[:, 0].tolist()) for part, own in rows.items()}
-    train, valid = (known["train"].chosen(sorted(own)) for own in (kept, held_out))
+    known = {
+        part: Examples(luma(rows_of_part[:, 1:]), rows_of_part[:, 0].tolist())
+        for part, rows_of_part in rows.items()
+    }
+    train = known["train"].chosen(sorted(kept))
+    valid = known["train"].chosen(sorted(held_out))
     return {"train": train, "valid": valid, "test": known["test"]}
 
 

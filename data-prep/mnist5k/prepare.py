@@ -50,11 +50,12 @@ def prepare_whole(
 
 def split(files: Sequence[Path], held_out: int) -> dict[str, Examples]:
     """Return train and valid, drawn from MNIST's training set, and test."""
-    pixels, labels, *test = map(idx, files)
-    known, test = (Examples(p, own.tolist()) for p, own in ((pixels, labels), test))
+    pixels, labels, test_pixels, test_labels = map(idx, files)
+    known = Examples(pixels, labels.tolist())
+    test = Examples(test_pixels, test_labels.tolist())
     sizes = {"train": len(labels) - held_out, "valid": held_out}
     drawn = examples.stratified(known.labels, sizes, SEED)
-    return {**{name: known.chosen(own) for name, own in drawn.items()}, "test": test}
+    return {**{name: known.chosen(rows) for name, rows in drawn.items()}, "test": test}
 
 
 def idx(path: Path) -> np.ndarray:

@@ -51,14 +51,17 @@ def prepare(
     sha256: Mapping[str, str] = SHA256,
     pairs: Mapping[str, int] = PAIRS,
 ) -> dict:
-    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped.
+
+    Raises: UserError for sources that are missing or another version.
+    """
     prep.say(f"Multi30k, English to German -> {dest}")
     steps = prep.Steps(dest, "multi30k", "bpe")
     texts = obtain(dest / "raw", from_dir, sha256)
-    found = bitext.require_pairs(texts, LANGUAGES)
-    if found != pairs:
+    counted = bitext.require_pairs(texts, LANGUAGES)
+    if counted != pairs:
         raise UserError(
-            f"Multi30k has {pairs} pairs, but {found} were found: fetch its files again."
+            f"Multi30k has {pairs} pairs, but {counted} were found: fetch its files again."
         )
     train = bitext.sides({"train": texts["train"]}, LANGUAGES)
     tokenizer = run_sentencepiece(steps, train, vocab_size)

@@ -61,12 +61,12 @@ SHA256 = {
 }
 
 
-NEWS, MULTI30K, TATOEBA, SOFTWARE = FOLDERS = (  # of --from with --mixed
-    "wmt-newstest-en-de",
-    "multi30k",
-    "tatoeba-en-de",
-    "software-en-de",
-)
+# folders of --from with --mixed
+NEWS = "wmt-newstest-en-de"
+MULTI30K = "multi30k"
+TATOEBA = "tatoeba-en-de"
+SOFTWARE = "software-en-de"
+FOLDERS = (NEWS, MULTI30K, TATOEBA, SOFTWARE)
 MORE = {  # file below its folder -> sha256 of the plain file
     f"{MULTI30K}/train.en": "460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6",
     f"{MULTI30K}/train.de": "2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72",
@@ -87,15 +87,18 @@ SHORTEST = 5  # words of an English segment of software
 def obtain(
     raw: Path, from_dir: Path | None, pairs: Mapping[str, int], sha256: Mapping[str, str]
 ) -> None:
-    """Write every set to ``raw``, verified, in both languages."""
+    """Write every set to ``raw``, verified, in both languages.
+
+    Raises: UserError for a set that is missing or another version.
+    """
     for name in pairs:
         for ours, theirs in LANGUAGES.items():
             file = f"{name}.{ours}"
             prep.obtain(file, [f"{URL}{name}.{theirs}"], sha256[file], raw, from_dir)
-    found = bitext.require_pairs({name: raw / name for name in pairs}, list(LANGUAGES))
-    if found != pairs:
+    counted = bitext.require_pairs({name: raw / name for name in pairs}, list(LANGUAGES))
+    if counted != pairs:
         raise UserError(
-            f"The test sets have {pairs} pairs, but {found} were found: fetch them again."
+            f"The test sets have {pairs} pairs, but {counted} were found: fetch them again."
         )
 
 
@@ -104,7 +107,8 @@ def add(steps: prep.Steps, raw: Path, from_dir: Path, sha256: Mapping[str, str])
     for name, checksum in sha256.items():
         folder, file = name.split("/")
         prep.obtain(file, (), checksum, raw / folder, from_dir / folder)
-    table, chosen = raw / SOFTWARE / "train.tsv", raw / SOFTWARE / "sentences"
+    table = raw / SOFTWARE / "train.tsv"
+    chosen = raw / SOFTWARE / "sentences"
     writes = [bitext.side(chosen, language) for language in LANGUAGES]
     reads = {"table": table, "shortest": SHORTEST}
     steps.run("choose", reads, writes, lambda: choose(table, chosen))
@@ -113,6 +117,7 @@ def add(steps: prep.Steps, raw: Path, from_dir: Path, sha256: Mapping[str, str])
 
 def choose(table: Path, target: Path) -> None:
     """Write the pairs of a table of origin, English and German with enough English words."""
+    # not splitlines, which also splits at characters within a sentence
     rows = [line.split("\t") for line in table.read_bytes().decode().rstrip("\n").split("\n")]
     kept = [row for row in rows if len(row[1].split()) >= SHORTEST]
     for column, language in enumerate(LANGUAGES, start=1):
@@ -138,12 +143,17 @@ def prepare(
     pairs: Mapping[str, int] = PAIRS,
     more: Mapping[str, str] = MORE,
 ) -> dict:
-    """Prepare ``dest`` and return its manifest; finished steps are skipped."""
+    """Prepare ``dest`` and return its manifest; finished steps are skipped.
+
+    Raises: UserError for --mixed without --from, and for sources that are missing.
+    """
     name = "mixed-en-de" if mixed else "newstest"
     prep.say(f"{name}, English to German -> {dest}")
     if mixed and not from_dir:
         raise UserError(f"--mixed needs --from with the folders {', '.join(FOLDERS)}.")
-    steps, raw, train = prep.Steps(dest, name, "bpe"), dest / "raw", dest / "text" / "train"
+    steps = prep.Steps(dest, name, "bpe")
+    raw = dest / "raw"
+    train = dest / "text" / "train"
     obtain(raw, from_dir / NEWS if mixed else from_dir, pairs, sha256)
     rest = [raw / name for name in pairs if name not in HELD_OUT.values()]
     texts = {"train": train, **{split: raw / name for split, name in HELD_OUT.items()}}
@@ -154,8 +164,8 @@ def prepare(
     reads = bitext.sides({str(text.relative_to(raw)): text for text in rest}, languages)
     writes = [bitext.side(train, language) for language in languages]
     steps.run("join", reads, writes, lambda: join(rest, train))
-    own = bitext.sides({"train": train}, languages)
-    tokenizer = run_sentencepiece(steps, own, vocab_size)
+    chosen_texts = bitext.sides({"train": train}, languages)
+    tokenizer = run_sentencepiece(steps, chosen_texts, vocab_size)
     bitext.run_pieces(steps, texts, languages, tokenizer, workers)
     return steps.finish(lambda: bitext.count(dest, texts, languages))
 

@@ -24,14 +24,19 @@ from lrpe_fairseq.experiments.data import examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.records.console import UserError, command
 
-LENGTH, THICKNESS, MARGIN = 2.0, 0.5, 1.0  # of a paddle, and the gap around it, in pixels
+LENGTH = 2.0  # of a paddle, in pixels
+THICKNESS = 0.5  # of a paddle
+MARGIN = 1.0  # the gap around a paddle
 PADDING = 1  # pixels at the border of the window without a path
-CONTINUITY = 1.0
-TARGET, DISTRACTOR, MARKER = 1.5, 2.0, 1.0  # contrasts
+CONTINUITY = 1.0  # larger: paths turn less
+TARGET = 1.5  # contrast of the two paths
+DISTRACTOR = 2.0  # contrast of the other paths
+MARKER = 1.0
 RADIUS = 1.5  # of a marker
 OVERLAP = 1.8  # the sum of two masks stays below
 FREE = 0.01  # distractors end when a smaller part of the window is free
-TRIES, SNAKE_TRIES = 3, 5
+TRIES = 3  # for the next paddle of a path
+SNAKE_TRIES = 5  # for a distractor
 SAMPLES = 4  # per pixel and axis, for the coverage of a paddle
 
 Point = tuple[float, float]
@@ -96,6 +101,7 @@ def scene(recipe: Recipe, rng: np.random.RandomState) -> Scene:
     image = TARGET * np.maximum(paths[0].mask, paths[1].mask)
     image = np.maximum(image, DISTRACTOR * _distractors(recipe, rng, paths))
     first = int(rng.randint(2))
+    # the tail of a path and the head of the same one or of the other
     marked = paths[first].tail, paths[first if label else 1 - first].head
     for point in marked:
         image = np.maximum(image, MARKER * _disc(recipe.side, point, RADIUS))
@@ -110,6 +116,7 @@ def _pair(recipe: Recipe, rng: np.random.RandomState) -> tuple[Snake, Snake]:
     """Draw two paths whose masks nowhere add up to OVERLAP. Raises: Stuck."""
     side = recipe.side
     border = 2 * int(recipe.apart)
+    # far from the border, so that both paths have room to grow
     inner = np.zeros((side, side))
     inner[border : side - border, border : side - border] = 1
     first = _seed(side, _place(inner, rng), _direction(rng))
@@ -118,10 +125,12 @@ def _pair(recipe: Recipe, rng: np.random.RandomState) -> tuple[Snake, Snake]:
     common = first.mask + second.mask
     if common.max() >= OVERLAP:
         raise Stuck
-    paths, seen = (first, second), common  # `seen`: without the last paddle, see _step
+    paths = (first, second)
+    seen = common  # without the last paddle, see _step
     for number in range(2 * (recipe.paddles - 1)):
-        own = _step(side, paths[number % 2], common, seen, rng)
-        seen, common = common, common + own
+        paddle = _step(side, paths[number % 2], common, seen, rng)
+        seen = common
+        common = common + paddle
     _require_distinct(paths)
     return paths
 
@@ -131,9 +140,15 @@ def _require_distinct(paths: Sequence[Snake]) -> None:
 
     The published algorithm has no such rule. The two starts have their own distance.
     """
-    (first, start), (second, other) = ((path.head, path.tail) for path in paths)
-    near = ((first, start), (second, other), (first, second), (first, other), (second, start))
-    if any(math.dist(*tips) < 2 * RADIUS for tips in near):
+    first, second = paths
+    tips_of_markers = (
+        (first.head, first.tail),
+        (second.head, second.tail),
+        (first.head, second.head),
+        (first.head, second.tail),
+        (second.head, first.tail),
+    )
+    if any(math.dist(one, other) < 2 * RADIUS for one, other in tips_of_markers):
         raise Stuck
 
 
@@ -144,13 +159,15 @@ def _distractors(recipe: Recipe, rng: np.random.RandomState, paths: Sequence[Sna
     for _ in range(recipe.distractors):
         for _ in range(SNAKE_TRIES):
             free = _free(common)
+            # a full window: fewer distractors than asked for
             if free.mean() < FREE:
                 return drawn
             try:
-                own = _snake(recipe, free, common, rng)
+                snake = _snake(recipe, free, common, rng)
             except Stuck:
                 continue
-            common, drawn = common + own, np.maximum(drawn, own)
+            common = common + snake
+            drawn = np.maximum(drawn, snake)
             break
     return drawn
 
@@ -162,10 +179,12 @@ def _snake(
     path = _seed(recipe.side, _place(free, rng), _direction(rng))
     if (common + path.mask).max() >= OVERLAP:
         raise Stuck
-    seen, whole = common, common + path.mask
+    seen = common
+    whole = common + path.mask
     for _ in range(recipe.paddles // 3 - 1):
-        own = _step(recipe.side, path, whole, seen, rng)
-        seen, whole = whole, whole + own
+        paddle = _step(recipe.side, path, whole, seen, rng)
+        seen = whole
+        whole = whole + paddle
     return path.mask
 
 
@@ -196,10 +215,12 @@ def _step(
         chosen = _draw(weights, rng)
         head = (float(places[chosen][0]), float(places[chosen][1]))
         angle = math.atan2(head[0] - pivot[0], head[1] - pivot[1])
-        own = _paddle(side, _moved(head, angle, -LENGTH), head)
-        if (common + own).max() < OVERLAP:
-            path.head, path.angle, path.mask = head, angle, np.maximum(path.mask, own)
-            return own
+        paddle = _paddle(side, _moved(head, angle, -LENGTH), head)
+        if (common + paddle).max() < OVERLAP:
+            path.head = head
+            path.angle = angle
+            path.mask = np.maximum(path.mask, paddle)
+            return paddle
     raise Stuck
 
 
@@ -216,7 +237,8 @@ def _candidates(
     """Return the pixels (N, 2) on the circle around ``pivot``, and their weights (N,)."""
     circle = np.rint(np.array(pivot)[:, None] + (LENGTH + MARGIN) * _turns()).astype(int)
     y, x = circle[:, ((circle >= PADDING) & (circle < side - PADDING)).all(0)]
-    y, x = np.divmod(np.unique(y * side + x), side)
+    y, x = np.divmod(np.unique(y * side + x), side)  # a pixel counts once
+    # how much the path turns toward each pixel, from 0 to pi
     toward = np.arctan2(y - pivot[0], x - pivot[1]) - angle
     turn = np.abs((toward + math.pi) % (2 * math.pi) - math.pi)
     weights = np.cos(np.minimum(CONTINUITY * turn, math.pi / 2)) ** 2
@@ -234,14 +256,19 @@ def _grid(start: int, end: int, samples: int) -> np.ndarray:
 
 def _paddle(side: int, tail: Point, head: Point) -> np.ndarray:
     """Return the coverage of a paddle by pixel, stretched to a maximum of 1: (side, side)."""
-    mask, box = np.zeros((side, side)), []
+    mask = np.zeros((side, side))
+    box = []
     for one, other in zip(tail, head, strict=True):
-        start, end = math.floor(min(one, other)) - 1, math.ceil(max(one, other)) + 2
+        start = math.floor(min(one, other)) - 1
+        end = math.ceil(max(one, other)) + 2
         box.append((max(start, 0), min(end, side)))
     y, x = (_grid(*ends, SAMPLES) - start for ends, start in zip(box, tail, strict=True))
-    dy, dx = head[0] - tail[0], head[1] - tail[1]
+    dy = head[0] - tail[0]
+    dx = head[1] - tail[1]
+    # every sample's nearest place on the line, as a share of its length
     along = np.clip((y[:, None] * dy + x * dx) / (dy * dy + dx * dx), 0, 1)
     away = (y[:, None] - along * dy) ** 2 + (x - along * dx) ** 2
+    # the share of the samples of a pixel that are near the line from tail to head
     shape = (len(y) // SAMPLES, SAMPLES, len(x) // SAMPLES, SAMPLES)
     covered = (away <= (THICKNESS / 2) ** 2).reshape(shape).mean((1, 3))
     mask[slice(*box[0]), slice(*box[1])] = covered / max(covered.max(), 1 / SAMPLES**2)
@@ -297,12 +324,12 @@ def _inside(side: int, point: Point) -> bool:
 
 def generate(recipe: Recipe, seed: int) -> dict[str, Examples]:
     """Return the images of every split. Each one depends on seed, split and number only."""
-    found = {}
+    by_split = {}
     for part, (split, count) in enumerate(recipe.sizes.items()):
         made = [scene(recipe, np.random.RandomState([seed, part, n])) for n in range(count)]
         images = [one.pixels.tobytes() for one in made]
-        found[split] = Examples(images, [one.label for one in made])
-    return found
+        by_split[split] = Examples(images, [one.label for one in made])
+    return by_split
 
 
 def prepare(dest: Path, recipe: Recipe, seed: int = 1) -> dict:

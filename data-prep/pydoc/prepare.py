@@ -55,6 +55,7 @@ def docstrings(source: bytes) -> Iterator[str]:
         warnings.simplefilter("ignore")  # old modules have invalid escapes
         tree = ast.parse(source)
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    # ast.walk goes breadth first, which is another order
     for node in (tree, *statements(tree)):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
             yield text
@@ -110,7 +111,7 @@ def deduplicate(documents: Mapping[str, Sequence[str]]) -> Documents:
     kept: Documents = {}
     for name, texts in documents.items():
         for paragraph in (p for text in texts for p in paragraphs(text)):
-            key = re.sub(r"[\W_]+", "", paragraph).casefold()
+            key = re.sub(r"[\W_]+", "", paragraph).casefold()  # letters and digits only
             if key not in seen:
                 seen.add(key)
                 kept.setdefault(name, []).append(paragraph)
@@ -126,6 +127,7 @@ def split_of(name: str) -> str:
     Twins such as ``io`` and ``_pyio``, or ``decimal`` and ``_pydecimal``, have almost the same
     text and are put into the same split.
     """
+    # leading underscores, and "py" after them: module:_pyio -> module:io
     twin = re.sub(r"(?<=[:.])_+(py)?", "", name)
     place = int(hashlib.sha256(f"{SALT}:{twin}".encode()).hexdigest()[:8], 16) / 2**32
     for split, share in SHARE.items():
@@ -150,7 +152,7 @@ def write_texts(documents: Documents, dest: Path) -> None:
             for name, kept in documents.items():
                 if split_of(name) == split:
                     index.write(f"{line}\t{name}\n")
-                    text.write("\n".join([*kept, "", ""]))
+                    text.write("\n".join([*kept, "", ""]))  # ends with an empty line
                     line += len(kept) + 1
 
 

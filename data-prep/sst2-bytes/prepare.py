@@ -26,10 +26,10 @@ MOST_HELD_OUT = 0.1  # of a smaller training set, given with --from
 
 def read(path: Path) -> Examples:
     """Return the UTF-8 bytes and the label of every phrase, in the order of the file."""
-    found = list(read_examples(path, named(TASK)))
-    return Examples(
-        [list(text.encode()) for (text,), _ in found], [int(label) for _, label in found]
-    )
+    phrases = list(read_examples(path, named(TASK)))
+    texts = [list(text.encode()) for (text,), _ in phrases]
+    labels = [int(label) for _, label in phrases]
+    return Examples(texts, labels)
 
 
 def split(raw: Mapping[str, Path]) -> dict[str, Examples]:
@@ -38,7 +38,9 @@ def split(raw: Mapping[str, Path]) -> dict[str, Examples]:
     count = len(known.labels)
     order = np.random.RandomState(SEED).permutation(count)
     held_out = min(HELD_OUT, int(MOST_HELD_OUT * count))
-    valid, train = (known.chosen(np.sort(own)) for own in np.split(order, [held_out]))
+    # sorted: the examples of a split stay in the order of the file
+    valid, train = (known.chosen(np.sort(rows)) for rows in np.split(order, [held_out]))
+    # the test set of GLUE has no labels
     return {"train": train, "valid": valid, "test": read(raw["valid"])}
 
 

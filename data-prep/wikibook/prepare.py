@@ -105,12 +105,14 @@ def require_whole(prefix: Path, types: int) -> None:
     """Raise UserError unless ``prefix``.bin has the tokens of .idx, all below ``types``."""
     tokens = int(prep.row_lengths(prefix).sum(dtype=np.int64))
     width = np.dtype(np.uint16).itemsize
-    found = os.path.getsize(f"{prefix}.bin")
-    if not tokens or found != tokens * width:
+    size = os.path.getsize(f"{prefix}.bin")
+    # fairseq reads a truncated file without an error, up to the missing part
+    if not tokens or size != tokens * width:
         raise UserError(
-            f"{prefix}.bin has {found:,} bytes instead of the {tokens * width:,} of its index: "
+            f"{prefix}.bin has {size:,} bytes instead of the {tokens * width:,} of its index: "
             "delete it and run the same command again."
         )
+    # memory-mapped: a shard has gigabytes
     largest = int(np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r").max())
     if largest >= types:
         raise UserError(f"{prefix}.bin has the token {largest}, but dict.txt {types:,} types only.")
@@ -131,6 +133,7 @@ def prepare(
     """Prepare ``dest`` with ``count`` shards and return its manifest; finished steps are skipped.
 
     ``bin`` appears when all shards are complete, so that no training sees a part of them.
+    Raises: UserError for a number of shards that there is not, or a damaged shard.
     """
     if not 1 <= count <= AVAILABLE:
         raise UserError(f"--shards is from 1 to {AVAILABLE}, not {count}.")
@@ -143,7 +146,7 @@ def prepare(
         for number in range(count):
             obtain(number, raw / f"shard{number}", from_dir, dest / "listing", source)
         verify([raw / f"shard{number}" for number in range(count)], tokenizer, types)
-        os.replace(raw, dest / "bin")
+        os.replace(raw, dest / "bin")  # at once, when everything is verified
 
     writes = [dest / "bin" / f"shard{n}" / file for n in range(count) for file in FILES]
     steps.run("obtain", {"shards": count}, writes, make)
@@ -153,6 +156,7 @@ def prepare(
 def _reopened(dest: Path, count: int) -> Path:
     """Return ``raw`` with the shards that are there already, without those above ``count``."""
     raw = dest / "raw"
+    # data of another number of shards: those that are there are not fetched again
     if (dest / "bin").is_dir() and not raw.exists():
         os.replace(dest / "bin", raw)
     shutil.rmtree(dest / "bin", ignore_errors=True)

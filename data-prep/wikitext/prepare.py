@@ -80,12 +80,13 @@ def obtain_splits(
         urls = [mirror + corpus.archive for mirror in mirrors]
         prep.obtain(corpus.archive, urls, corpus.archive_sha256, raw)
     for file in missing:
+        # --from may have the archive or the plain files
         if archive.is_file():
             member = functools.partial(prep.zip_member, archive, file)
             prep.unpack(member, raw / file, known[file])
         else:
             prep.obtain(file, (), known[file], raw, from_dir)
-    (raw / corpus.archive).unlink(missing_ok=True)
+    (raw / corpus.archive).unlink(missing_ok=True)  # all of it is unpacked and verified
     return {split: raw / file for split, file in files.items()}
 
 
@@ -96,11 +97,13 @@ def find_articles(text: Path) -> Iterator[tuple[int, str]]:
     are required because tables and formulas have lines that look like headings.
     """
     lines = prep.read_lines(text)
-    before, line = "", next(lines, "")
+    before = ""
+    line = next(lines, "")
     for number, after in enumerate(itertools.chain(lines, [""])):
         if not before and not after and re.fullmatch(r"= (?!= ).+ =", line):
             yield number, line[2:-2]
-        before, line = line, after
+        before = line
+        line = after
 
 
 def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
@@ -118,18 +121,17 @@ def run_documents(steps: prep.Steps, texts: Mapping[str, Path]) -> None:
 def verify(corpus: WikiText, level: str, results: Mapping[str, dict]) -> None:
     """Raise UserError if the counts differ from those of the published corpus."""
     key = "tokens" if level == "word" else "words_with_eos"
-    found = {split: counts[key] for split, counts in results["splits"].items()}
+    counted = {split: counts[key] for split, counts in results["splits"].items()}
     expected = dict(corpus.tokens)
     if level == "word":
-        found["dictionary size"] = results["dictionary"]["size"]
-        found["word types"] = (
-            results["dictionary"]["symbols"] + 1
-        )  # <unk> is a special symbol of fairseq
+        counted["dictionary size"] = results["dictionary"]["size"]
+        # <unk> is a special symbol of fairseq, and a word of the corpus
+        counted["word types"] = results["dictionary"]["symbols"] + 1
         expected |= {"dictionary size": corpus.dictionary_size, "word types": corpus.word_types}
     wrong = [
-        f"{name} {found[name]:,} (not {count:,})"
+        f"{name} {counted[name]:,} (not {count:,})"
         for name, count in expected.items()
-        if found[name] != count
+        if counted[name] != count
     ]
     if wrong:
         raise UserError(
@@ -171,6 +173,7 @@ def prepare(
         try:
             verify(corpus, level, counted)
         except UserError:
+            # otherwise a second run would find it finished
             shutil.rmtree(dest / "bin")
             raise
         return counted

@@ -24,7 +24,8 @@ from lrpe_fairseq.experiments.records.files import atomic_write
 
 LANGUAGES = ("en", "de")
 VOCAB_SIZE = 40_000
-LONGEST, RATIO = 250, 1.5  # pieces of a clean pair, and of its longer side to its shorter one
+LONGEST = 250  # pieces of each side of a clean pair
+RATIO = 1.5  # of the longer side of a clean pair to its shorter one
 TRAIN_LINES = 4_000_000  # maximum number of lines, both languages, to train sentencepiece on
 
 
@@ -99,7 +100,7 @@ def obtain(raw: Path, from_dir: Path | None, archives: Sequence[Archive] = ARCHI
         if missing:
             packed = prep.obtain(archive.file, [archive.url], archive.checksum, raw, from_dir)
             _unpack(packed, {archive.members[ours]: ours for ours in missing}, raw)
-            packed.unlink()
+            packed.unlink()  # gigabytes, of which the texts were taken
 
 
 def _take_plain(ours: str, raw: Path, from_dir: Path) -> None:
@@ -111,9 +112,9 @@ def _take_plain(ours: str, raw: Path, from_dir: Path) -> None:
 def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
     """Write members (file name -> our name); SGML is reduced to its segments, one per line."""
     with prep.readable(packed):
-        for found, stream in prep.tar_members(packed, "|".join(map(re.escape, members))):
-            text = segments(stream.read()) if found[0].endswith(".sgm") else stream
-            prep.unpack(functools.partial(contextlib.nullcontext, text), raw / members[found[0]])
+        for match, stream in prep.tar_members(packed, "|".join(map(re.escape, members))):
+            text = segments(stream.read()) if match[0].endswith(".sgm") else stream
+            prep.unpack(functools.partial(contextlib.nullcontext, text), raw / members[match[0]])
     for theirs, ours in members.items():
         if not (raw / ours).is_file():
             raise UserError(f"{packed} contains no {theirs}: fetch it again.")
@@ -121,8 +122,8 @@ def _unpack(packed: Path, members: Mapping[str, str], raw: Path) -> None:
 
 def segments(content: bytes) -> IO[bytes]:
     """Return the segments of an SGML file as lines; entities are kept, as in sacrebleu."""
-    found = re.findall(r"<seg[^>]*>(.*?)</seg>", content.decode("utf-8"), flags=re.DOTALL)
-    return io.BytesIO("".join(f"{' '.join(segment.split())}\n" for segment in found).encode())
+    sentences = re.findall(r"<seg[^>]*>(.*?)</seg>", content.decode("utf-8"), flags=re.DOTALL)
+    return io.BytesIO("".join(f"{' '.join(segment.split())}\n" for segment in sentences).encode())
 
 
 # --------------------------------------------------------------------------------------- prepare
@@ -149,12 +150,15 @@ def prepare(
 ) -> dict:
     """Prepare ``dest`` and return its manifest; finished steps are skipped."""
     prep.say(f"WMT'14, English to German -> {dest}")
-    steps, raw, text = prep.Steps(dest, "wmt14-en-de", "bpe"), dest / "raw", dest / "text"
+    steps = prep.Steps(dest, "wmt14-en-de", "bpe")
+    raw = dest / "raw"
+    text = dest / "text"
+    # cleaning counts pieces, so that these are trained on a sample of the text before it
     obtain(raw, from_dir, archives)
     counts = _require_counts(raw, held_out)
     train = _run_join(steps, "join", raw, text / "joined" / "train")
     lines = len(LANGUAGES) * sum(counts[name] for name in TRAIN)
-    stride = -(-lines // TRAIN_LINES)
+    stride = -(-lines // TRAIN_LINES)  # rounded up
     sample = _run_join(steps, "sample", raw, text / "sample" / "train", stride)
     sampled = bitext.sides({"train": sample}, LANGUAGES)
     tokenizer = run_sentencepiece(steps, sampled, vocab_size)
@@ -163,9 +167,9 @@ def prepare(
     bitext.run_pieces(steps, texts, LANGUAGES, tokenizer, workers)
 
     def results() -> dict:
-        found = bitext.count(dest, texts, LANGUAGES)
-        kept = found["splits"]["train"]["pairs"]
-        return {**found, "sources": counts, "joined": sum(map(counts.get, TRAIN)), "clean": kept}
+        counted = bitext.count(dest, texts, LANGUAGES)
+        kept = counted["splits"]["train"]["pairs"]
+        return {**counted, "sources": counts, "joined": sum(map(counts.get, TRAIN)), "clean": kept}
 
     manifest = steps.finish(results)
     prep.say(f"  train: {manifest['clean']:,} of {manifest['joined']:,} pairs are clean")
@@ -207,6 +211,7 @@ def clean(source: Path, target: Path, tokenizer: SentencePiece, threads: int) ->
     with contextlib.ExitStack() as stack:
         lines = [prep.read_lines(bitext.side(source, name)) for name in LANGUAGES]
         outs = [stack.enter_context(atomic_write(bitext.side(target, n))) for n in LANGUAGES]
+        # many lines at once, which the tokenizer cuts in threads
         while batch := list(itertools.islice(zip(*lines, strict=True), 20_000)):
             columns = zip(*batch, strict=True)
             lengths = [[len(p.split()) for p in tokenizer.cut(c, threads)] for c in columns]

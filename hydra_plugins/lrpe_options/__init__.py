@@ -2,7 +2,7 @@
 
 hydra refuses to override a key that a YAML lacks, before fairseq imports ``lrpe_fairseq``, which
 knows the options. Sections of our classes therefore accept every key here. Names and types are
-checked when fairseq merges a section with its class; see ``models/options.py``.
+checked when fairseq merges a section with its class; see ``models/bad_options.py``.
 
 hydra puts the schema of fairseq's configuration below the file that ``--config-name`` names, but
 above the bases in that file's ``defaults``, so that fairseq's defaults would replace what a base
@@ -13,7 +13,7 @@ without a file for a configuration. Such a name is refused.
 
 The function that hydra calls for a training computes the value that a sweeper such as Optuna needs,
 and drops it. Here it returns the value, after it has imported ``common.user_dir``: the package
-there may act on the whole training (``lrpe_fairseq/run_state.py``).
+there may act on the whole training (``lrpe_fairseq/compat/run_state.py``).
 
 hydra imports this package in all of its programs. It therefore imports nothing of this project, and
 everything here acts on configurations with fairseq's schema only: any other program of the same
@@ -57,10 +57,11 @@ def _apply_to_open_sections(overrides: list[Any], cfg: DictConfig) -> None:
 
 def _open_sections(overrides: list[Any], cfg: DictConfig) -> None:
     """Let the sections whose ``_name`` is one of ours accept every key."""
-    given = {override.key_or_group: override.value() for override in overrides}
+    values = {override.key_or_group: override.value() for override in overrides}
     for part in cfg:
         if not OmegaConf.is_missing(cfg, part) and isinstance(cfg[part], DictConfig):
-            name = given.get(f"{part}._name", OmegaConf.select(cfg[part], "_name"))
+            # the line may choose the class, too, after its section was composed
+            name = values.get(f"{part}._name", OmegaConf.select(cfg[part], "_name"))
             if str(name).startswith("lrpe_"):
                 OmegaConf.set_struct(cfg[part], False)
 
@@ -89,7 +90,7 @@ def _base_and_above(defaults: list[Any], repo: Any) -> list[DictConfig]:
     above = defaults[paths.index(BASE) :] if BASE in paths else []
     read = [(repo.load_config(default.config_path), default.package) for default in above]
     placed = [ConfigLoaderImpl._embed_result_config(file, package) for file, package in read]
-    return [copy.deepcopy(file.config) for file in placed]
+    return [copy.deepcopy(file.config) for file in placed]  # hydra's own are cached
 
 
 def _require_file(name: str, repo: Any) -> None:
@@ -113,7 +114,7 @@ def _return_values() -> None:
     for name in PROGRAMS:
         called = getattr(getattr(sys.modules.get(name), "hydra_main", None), "__wrapped__", None)
         if called is not None and called.__code__.co_filename.endswith(FILE):
-            called.__code__ = hydra_main.__code__
+            called.__code__ = hydra_main.__code__  # the names are those of its own module
 
 
 def hydra_main(cfg: DictConfig) -> float:

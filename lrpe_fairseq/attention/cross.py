@@ -28,7 +28,7 @@ from lrpe_fairseq.attention.tokens import Names, Tokens, check_tokens, tokens_af
 from lrpe_fairseq.encodings.core.companions import REAL, check_companion
 from lrpe_fairseq.encodings.core.networks import stored
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import outside_graphs
+from lrpe_fairseq.kernels.conditions import outside_graphs
 
 
 class EncodedMemory(NamedTuple):

@@ -1,28 +1,27 @@
 """Linear attention on encoded features: naive, chunked, recurrent, bidirectional.
 
-out_s = sum_t (q~_s . k~_t) v_t / den_s over the visible t (LRPE, Eq. 3 and 39). All forms take the
-same arguments and give the same result. The naive form is the reference for the others.
+out_s = sum_t (q~_s . k~_t) v_t / den_s over the visible t (LRPE, Eq. 3 and 39). All functions take
+the same arguments and give the same result. The naive one is the reference for the others. Which
+kernel computes the sums is decided in ``kernels.dispatch``.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.attention import half
-from lrpe_fairseq.attention.softmax import BLOCK, decay_sums, query_blocks
+from lrpe_fairseq.attention.softmax.blocks import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
 from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
-from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.dispatch import outside_graphs, without_autocast
-from lrpe_fairseq.kernels.linear import causal, causal_cpu
+from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.conditions import without_autocast
+from lrpe_fairseq.kernels.dispatch import LinearKernel
 from lrpe_fairseq.kernels.linear.causal import block_decay, decay_matrix, full_definition
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
@@ -37,7 +36,20 @@ LOWEST_DECAY = -1000.0
 """Smallest logarithm of a decay: exp(-1000) is 0 in float64, and float32 sums of a block of such
 decays keep three decimals."""
 
-KERNELS = "lrpe_fairseq.kernels.linear.causal_triton"
+
+class Rows(NamedTuple):
+    """The checked arguments of linear attention, in one dtype; padded keys and values are zero."""
+
+    q: Tensor
+    """(B, H, T, D)."""
+    k: Tensor
+    """(B, H, S, D)."""
+    v: Tensor
+    """(B, H, S, E)."""
+    content: tuple[Tensor, Tensor] | None
+    """The features (q, k) without encoding, for normalizer "content"; else None."""
+    log_decay: Tensor | None
+    """At least :data:`LOWEST_DECAY`, so that -inf gives no NaN."""
 
 
 class LinearState(NamedTuple):
@@ -82,8 +94,16 @@ def linear_attention_naive(
     window: a query attends to the last ``window`` keys only, itself included (causal).
     """
     _check_documents(q, causal, starts, transport)
-    given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
-    q, k, v, content, log_decay = _prepare(*given)
+    q, k, v, content, log_decay = _prepare(
+        q,
+        k,
+        v,
+        causal=causal,
+        padding=key_padding_mask,
+        normalizer=normalizer,
+        content=content,
+        log_decay=log_decay,
+    )
     scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
     if log_decay is not None:
         scores = scores * _factors(log_decay, q, causal, key_padding_mask)
@@ -118,23 +138,30 @@ def linear_attention_window(
         normalizer, content, dtype: as of :func:`linear_attention`. log_decay: (H,), per real token.
     Returns: (B, H, T, E), equal to :func:`linear_attention_naive` with this window.
     """
-    dtype, wide = dtype or v.dtype, torch.promote_types(v.dtype, torch.float32)
+    dtype = dtype or v.dtype
+    wide = torch.promote_types(v.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (q, k, v))
-    counted = content and tuple(x.to(wide) for x in content)
+    if content is not None:
+        content = tuple(x.to(wide) for x in content)
     sums = decay_sums(queries, keys, log_decay, len(q))
-    window, found = keys.window if counts_slots(queries, keys) else None, []
+    # with padding between tokens the last keys are not in the last slots: all of them are computed
+    window = keys.window if counts_slots(queries, keys) else None
+    blocks = []
     for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
-        visible, scores = visible_pairs(queries.of(rows), keys.of(columns), True), compute()
+        visible = visible_pairs(queries.of(rows), keys.of(columns), True)
+        scores = compute()
         if sums is not None:
-            exponent = sums[0][..., rows, None] - sums[1][..., None, columns]
+            q_sums, k_sums = sums
+            exponent = q_sums[..., rows, None] - k_sums[..., None, columns]
             scores = scores * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(wide)
         scores = _shown(scores, visible)
         denominator = scores.sum(-1) if normalizer == "rotated" else None
         if normalizer == "content":
-            plain = counted[0][:, :, rows] @ counted[1][:, :, columns].mT
+            content_q, content_k = content
+            plain = content_q[:, :, rows] @ content_k[:, :, columns].mT
             denominator = _shown(plain, visible).sum(-1)
-        found.append(_divide(scores @ v[:, :, columns], denominator))
-    return _narrow(torch.cat(found, 2), dtype, normalizer)
+        blocks.append(_divide(scores @ v[:, :, columns], denominator))
+    return _narrow(torch.cat(blocks, 2), dtype, normalizer)
 
 
 def _score_blocks(
@@ -200,18 +227,28 @@ def linear_attention(
         shape, dtype or device than it must have.
     """
     _check_documents(q, causal, starts, transport)
-    if transport is not None:
-        given = {"normalizer": normalizer, "content": content, "log_decay": log_decay}
-        given |= {"starts": starts, "transport": transport, "dtype": dtype, "state": None}
-        return linear_attention_block(q, k, v, key_padding_mask=key_padding_mask, **given)[0]
-    dtype, kernels = dtype or v.dtype, loader.triton_kernels(KERNELS) or half
-    kernels = kernels if kernels.serves(q, v, log_decay) else None
-    given = (q, k, v, causal, key_padding_mask, normalizer, content, log_decay)
-    q, k, v, content, log_decay = _prepare(*given, widen=kernels is None)
-    padding, normalizes = key_padding_mask, normalizer == "rotated"
-    out, denominator = _sums(kernels, q, k, v, normalizes, causal, log_decay, padding, starts)
-    if content is not None:
-        denominator = _content_sums(kernels, *content, causal, padding, starts)
+    dtype = dtype or v.dtype
+    kernel = None
+    if transport is None:
+        kernel = dispatch.linear_kernel(q, v, log_decay, causal)
+    rows = _prepare(
+        q,
+        k,
+        v,
+        causal=causal,
+        padding=key_padding_mask,
+        normalizer=normalizer,
+        content=content,
+        log_decay=log_decay,
+        widen=kernel is None,
+    )
+    if transport is not None:  # no kernel carries keys: the text is one block without a past
+        state = _empty_state(rows.q, rows.v, rows.content)
+        return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)[0]
+    call = _Call(kernel, causal, key_padding_mask, starts)
+    out, denominator = call.sums(rows.q, rows.k, rows.v, normalizer == "rotated", rows.log_decay)
+    if rows.content is not None:
+        denominator = call.content_sums(*rows.content)
     return _narrow(_divide(out, denominator), dtype, normalizer)
 
 
@@ -238,25 +275,21 @@ def linear_attention_block(
     """
     dtype = dtype or v.dtype
     _check_documents(q, True, starts, transport)
-    given = (q, k, v, True, key_padding_mask, normalizer, content, log_decay)
-    q, k, v, content, log_decay = _prepare(*given)
-    if state is not None:
-        _check_sums(state, q, v.shape[-1])
-    log_decay = _with_cuts(_without_padding(log_decay, key_padding_mask), starts, q)
-    before = state or _empty_state(q, v, content)
-    advance = _advance_by_one if q.shape[-2] == 1 else _advance
-    numerator, denominator, after = advance(
-        q, k, v, before, log_decay, normalizer == "rotated", transport
+    rows = _prepare(
+        q,
+        k,
+        v,
+        causal=True,
+        padding=key_padding_mask,
+        normalizer=normalizer,
+        content=content,
+        log_decay=log_decay,
     )
-    if content is not None and starts is not None:
-        ones = torch.ones_like(content[0][..., :1])
-        past = LinearState(before.keys.unsqueeze(-1), before.keys)
-        found = advance(*content, ones, past, _with_cuts(None, starts, q), False, None)
-        denominator, after = found[0].squeeze(-1), after._replace(keys=found[2].kv.squeeze(-1))
-    elif content is not None:
-        keys = before.keys.unsqueeze(-2) + content[1].cumsum(-2)
-        denominator, after = (content[0] * keys).sum(-1), after._replace(keys=keys[..., -1, :])
-    return _narrow(_divide(numerator, denominator), dtype, normalizer), after
+    if state is None:
+        state = _empty_state(rows.q, rows.v, rows.content)
+    else:
+        _check_sums(state, rows.q, v.shape[-1])
+    return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)
 
 
 @_without_autocast
@@ -273,10 +306,18 @@ def summed_memory(
     Arguments are those of :func:`linear_attention`; ``content`` holds the keys only. The state has
     a size that does not depend on S, so a sentence that is decoded needs no other memory of it.
     """
-    features = None if content is None else (content, content)
-    given = (k, k, v, False, key_padding_mask, normalizer, features, None)
-    _, k, v, features, _ = _prepare(*given)
-    return LinearState(k.mT @ v, (k if features is None else features[1]).sum(-2))
+    rows = _prepare(
+        k,
+        k,
+        v,
+        causal=False,
+        padding=key_padding_mask,
+        normalizer=normalizer,
+        content=None if content is None else (content, content),
+        log_decay=None,
+    )
+    counted = rows.k if rows.content is None else rows.content[1]
+    return LinearState(rows.k.mT @ rows.v, counted.sum(-2))
 
 
 @_without_autocast
@@ -296,7 +337,8 @@ def attend_to_memory(
     """
     _check_sums(memory, q, None)
     counted = {"rotated": q, "content": content}.get(normalizer)
-    out, denominator = q.to(memory.kv) @ memory.kv, None
+    out = q.to(memory.kv) @ memory.kv
+    denominator = None
     if counted is not None:
         denominator = (counted.to(memory.kv) @ memory.keys.unsqueeze(-1)).squeeze(-1)
     return _narrow(_divide(out, denominator), dtype, normalizer)
@@ -307,48 +349,59 @@ def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
     return LinearState(*(part.index_select(0, new_order) for part in state))
 
 
-# --- shared by the forms -----------------------------------------------------------------------
+# --- shared by all functions -------------------------------------------------------------------
 
 
 def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     causal: bool,
-    key_padding_mask: Tensor | None,
+    padding: Tensor | None,
     normalizer: str,
     content: tuple[Tensor, Tensor] | None,
     log_decay: Tensor | None,
     widen: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
+) -> Rows:
     """Check the arguments, convert to at least float32, and set padded keys to zero.
 
-    ``log_decay`` is clamped to :data:`LOWEST_DECAY`, so that -inf gives no NaN. The content
-    features are returned only for normalizer ``content``. Without ``widen`` q, k and v keep their
-    dtype, because the kernel computes its sums in float32.
+    Without ``widen`` q, k and v keep their dtype, because the kernel computes its sums in float32.
+    Raises: ValueError; see :func:`linear_attention`.
     """
     if normalizer not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
     if normalizer == "content" and content is None:
         raise ValueError("normalizer 'content' needs content=(q, k), the features before encoding")
-    _check_features(q, k, v, key_padding_mask, log_decay)
+    _check_features(q, k, v, padding, log_decay)
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"causal attention needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}"
         )
     if log_decay is not None and not causal:
         _check_both_ways(q, k, log_decay)
+    wide = torch.promote_types(v.dtype, torch.float32)
+    dtype = wide if widen else v.dtype
+    q, k, v = (
+        q.to(dtype),
+        _without_padded(k.to(dtype), padding),
+        _without_padded(v.to(dtype), padding),
+    )
     if normalizer == "content":
         _check_content(content, q, k)
-    wide = torch.promote_types(v.dtype, torch.float32)
-    own = wide if widen else v.dtype
-    keys = [k.to(own), v.to(own)] + ([content[1].to(wide)] if normalizer == "content" else [])
-    if key_padding_mask is not None:
-        padded = key_padding_mask.bool()[:, None, :, None]
-        keys = [x.masked_fill(padded, 0.0) for x in keys]
-    used = (content[0].to(wide), keys[2]) if normalizer == "content" else None
+        content_q, content_k = content
+        content = content_q.to(wide), _without_padded(content_k.to(wide), padding)
+    else:
+        content = None
     log_decay = None if log_decay is None else log_decay.clamp_min(LOWEST_DECAY)
-    return q.to(own), keys[0], keys[1], used, log_decay
+    return Rows(q, k, v, content, log_decay)
+
+
+def _without_padded(rows: Tensor, padding: Tensor | None) -> Tensor:
+    """Set the rows (B, H, S, .) of padding (B, S) to zero."""
+    if padding is None:
+        return rows
+    return rows.masked_fill(padding.bool()[:, None, :, None], 0.0)
 
 
 def _check_features(
@@ -373,10 +426,11 @@ def _check_features(
 
 def _check_content(content: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> None:
     """Check the features without encoding of queries and keys; see :func:`linear_attention`."""
-    own = (*q.shape[:3], None)
-    check_companion("content[0]", content[0], REAL, "(B, H, T, D)", (own,), q)
-    own = (*k.shape[:3], content[0].shape[-1])
-    check_companion("content[1]", content[1], REAL, "(B, H, S, D)", (own,), q)
+    content_q, content_k = content
+    shape = (*q.shape[:3], None)
+    check_companion("content[0]", content_q, REAL, "(B, H, T, D)", (shape,), q)
+    shape = (*k.shape[:3], content_q.shape[-1])
+    check_companion("content[1]", content_k, REAL, "(B, H, S, D)", (shape,), q)
 
 
 def _check_documents(
@@ -386,9 +440,9 @@ def _check_documents(
     if transport is not None:
         if not causal:
             raise ValueError("a transport of keys needs causal=True")
-        own = tuple(q.shape)
-        check_companion("transport.w", transport.w, REAL, "(B, H, T, D)", (own,), q)
-        check_companion("transport.beta", transport.beta, REAL, "(B, H, T)", (own[:3],), q)
+        shape = tuple(q.shape)
+        check_companion("transport.w", transport.w, REAL, "(B, H, T, D)", (shape,), q)
+        check_companion("transport.beta", transport.beta, REAL, "(B, H, T)", (shape[:3],), q)
     if starts is not None:
         if not causal:
             raise ValueError("starts of documents need causal=True")
@@ -448,32 +502,45 @@ def _with_cuts(log_decay: Tensor | None, starts: Tensor | None, q: Tensor) -> Te
     return torch.where(starts.unsqueeze(1), LOWEST_DECAY, log_decay).expand(q.shape[:3])
 
 
-def _sums(
-    kernels: ModuleType | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    normalizes: bool,
-    causal: bool,
-    log_decay: Tensor | None,
-    padding: Tensor | None,
-    starts: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sums over all visible keys, and their denominators if they are not divided yet."""
-    causal_sums = _causal_sums if kernels is None else kernels.causal_sums
-    full_sums = full_definition if kernels is None else kernels.full_sums
-    if kernels is not None:
-        _log_served("pytorch, products in half precision" if kernels is half else "triton", q)
-    elif not causal and log_decay is None:
-        _log_served("pytorch", q)
-    wanted = "normalized" if normalizes else "numerator"
-    if causal:
-        log_decay = _with_cuts(_without_padding(log_decay, padding), starts, q)
-        return causal_sums(q, k, v, wanted, log_decay, EPS)[0], None
-    if log_decay is None:
-        return full_sums(q, k, v, wanted, EPS)[0], None
-    out, denominator = _decayed_sums(causal_sums, q, k, v, *_both_ways(log_decay, padding))
-    return out, denominator if normalizes else None
+class _Call(NamedTuple):
+    """What the sums of numerators and of denominators of one call share."""
+
+    kernel: LinearKernel | None
+    """The kernel of a GPU; None for C++ and the definitions."""
+    causal: bool
+    padding: Tensor | None
+    starts: Tensor | None
+
+    def sums(
+        self, q: Tensor, k: Tensor, v: Tensor, normalizes: bool, log_decay: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sums over all visible keys, and denominators if they are not divided yet."""
+        if self.kernel is not None:
+            dispatch.log_linear(self.kernel.name, q)
+        wanted = "normalized" if normalizes else "numerator"
+        if self.causal:
+            log_decay = _with_cuts(_without_padding(log_decay, self.padding), self.starts, q)
+            return self._causal_sums(q, k, v, wanted, log_decay, EPS)[0], None
+        if log_decay is not None:
+            both_ways = _both_ways(log_decay, self.padding)
+            out, denominator = _decayed_sums(self._causal_sums, q, k, v, *both_ways)
+            return out, denominator if normalizes else None
+        if self.kernel is not None:
+            return self.kernel.full_sums(q, k, v, wanted, EPS)[0], None
+        dispatch.log_linear("pytorch", q)
+        return full_definition(q, k, v, wanted, EPS)[0], None
+
+    @property
+    def _causal_sums(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        return dispatch.causal_sums if self.kernel is None else self.kernel.causal_sums
+
+    def content_sums(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the denominators (B, H, T) of normalizer "content" for the features q and k."""
+        if self.starts is not None:  # sums over a document are those of values of 1
+            ones = torch.ones_like(q[..., :1])
+            return self.sums(q, k, ones, False, None)[0].squeeze(-1)
+        keys = k.cumsum(-2) if self.causal else k.sum(-2, keepdim=True)
+        return (q * keys).sum(-1)
 
 
 def _both_ways(log_decay: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -498,41 +565,11 @@ def _decayed_sums(
     """
     out, denominator = causal_sums(q, k, v, "sums", ahead, EPS)
     flipped = (x.flip(-2) for x in (q, k, v))
-    later, more = causal_sums(*flipped, "sums", back, EPS)
-    own = (q.to(out) * k.to(out)).sum(-1)
-    out = out + later.flip(-2) - own.unsqueeze(-1) * v.to(out)
-    return out, denominator + more.flip(-1) - own
-
-
-def _content_sums(
-    kernels: ModuleType | None,
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    padding: Tensor | None,
-    starts: Tensor | None,
-) -> Tensor:
-    """Return the denominators (B, H, T) of normalizer "content" for the features q and k."""
-    if starts is not None:
-        ones = torch.ones_like(q[..., :1])
-        return _sums(kernels, q, k, ones, False, causal, None, padding, starts)[0].squeeze(-1)
-    keys = k.cumsum(-2) if causal else k.sum(-2, keepdim=True)
-    return (q * keys).sum(-1)
-
-
-@outside_graphs
-def _causal_sums(
-    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Compute ``causal.definition``, in C++ if supported. Not traced by torch.compile."""
-    fast = causal_cpu.serves(q, k, v, log_decay)
-    _log_served("c++" if fast else "pytorch", q)
-    form = causal_cpu.causal_sums if fast else causal.definition
-    return form(q, k, v, wanted, log_decay, eps)
-
-
-def _log_served(form: str, q: Tensor) -> None:
-    loader.log_served("linear attention", form, q.device.type)
+    later, later_denominator = causal_sums(*flipped, "sums", back, EPS)
+    # a token's score with itself is in both sums
+    diagonal = (q.to(out) * k.to(out)).sum(-1)
+    out = out + later.flip(-2) - diagonal.unsqueeze(-1) * v.to(out)
+    return out, denominator + later_denominator.flip(-1) - diagonal
 
 
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
@@ -555,6 +592,24 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
     return out.to(dtype)
 
 
+def _content_after(
+    q: Tensor, k: Tensor, keys: Tensor, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the denominators (B, H, T) of normalizer "content", and the sum of keys after T.
+
+    keys: (B, H, D'), the sum of the keys before the block.
+    """
+    if starts is None:
+        sums = keys.unsqueeze(-2) + k.cumsum(-2)
+        return (q * sums).sum(-1), sums[..., -1, :]
+    # the sums of a document are numerators whose values are 1
+    ones = torch.ones_like(q[..., :1])
+    before = LinearState(keys.unsqueeze(-1), keys)
+    advance = _advance_by_one if q.shape[-2] == 1 else _advance
+    out, _, after = advance(q, k, ones, before, _with_cuts(None, starts, q), False, None)
+    return out.squeeze(-1), after.kv.squeeze(-1)
+
+
 def _empty_state(q: Tensor, v: Tensor, content: tuple[Tensor, Tensor] | None) -> LinearState:
     rows = q.shape[:2]
     counted = q if content is None else content[1]
@@ -564,6 +619,28 @@ def _empty_state(q: Tensor, v: Tensor, content: tuple[Tensor, Tensor] | None) ->
 
 
 # --- one step of the recurrence, for a block and for a token ------------------------------------
+
+
+def _block(
+    rows: Rows,
+    before: LinearState,
+    padding: Tensor | None,
+    normalizer: str,
+    starts: Tensor | None,
+    transport: Transport | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, LinearState]:
+    """Compute :func:`linear_attention_block` of checked arguments."""
+    q, k, v, content, log_decay = rows
+    log_decay = _with_cuts(_without_padding(log_decay, padding), starts, q)
+    advance = _advance_by_one if q.shape[-2] == 1 else _advance
+    numerator, denominator, after = advance(
+        q, k, v, before, log_decay, normalizer == "rotated", transport
+    )
+    if content is not None:
+        denominator, keys = _content_after(*content, before.keys, starts)
+        after = after._replace(keys=keys)
+    return _narrow(_divide(numerator, denominator), dtype, normalizer), after
 
 
 def _advance(
@@ -582,11 +659,13 @@ def _advance(
     if transport is not None:
         return _advance_carried(q, k, v, before, log_decay, with_denominator, transport)
     wanted = "sums" if with_denominator else "numerator"
-    numerator, denominator = _causal_sums(q, k, v, wanted, log_decay, EPS)
+    numerator, denominator = dispatch.causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
     if log_decay is not None:
-        each = log_decay if log_decay.dim() == 3 else log_decay[:, None].expand(-1, q.shape[-2])
-        decay = block_decay(each.double().cumsum(-1), q)
+        by_token = log_decay
+        if log_decay.dim() == 1:
+            by_token = log_decay[:, None].expand(-1, q.shape[-2])
+        decay = block_decay(by_token.double().cumsum(-1), q)
         q, k, kv = q * decay.into, k * decay.out_of, kv * decay.whole
     numerator = numerator + q @ before.kv
     kv = kv + k.transpose(-1, -2) @ v
@@ -610,7 +689,7 @@ def _advance_carried(
     if with_denominator:
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         kv = torch.cat([kv, keys.unsqueeze(-1)], -1)
-    _log_served("pytorch", q)
+    dispatch.log_linear("pytorch", q)
     out, kv = carried_sums(q, k, v, transport, log_decay, kv, LOWEST_DECAY)
     if not with_denominator:
         return out, None, LinearState(kv, keys)

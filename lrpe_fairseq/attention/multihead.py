@@ -34,7 +34,7 @@ from lrpe_fairseq.attention.tokens import Tokens, check_tokens, tokens_after, to
 from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
-from lrpe_fairseq.kernels.dispatch import outside_graphs
+from lrpe_fairseq.kernels.conditions import outside_graphs
 
 __all__ = [
     "ATTENTION_TYPES",

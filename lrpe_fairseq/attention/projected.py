@@ -1,11 +1,11 @@
 """What self- and cross-attention have in common: projections, encoding, feature map and output.
 
-Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
+Axes: B batch, H heads, T query time, S key time, D key width, E value width, C width.
 """
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -18,15 +18,13 @@ from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
-from lrpe_fairseq.encodings.core.forms import OnePass, Planes
+from lrpe_fairseq.encodings.core.forms import Fold, Planes
 from lrpe_fairseq.encodings.core.networks import as_stored, stored
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.dispatch import outside_graphs
-from lrpe_fairseq.kernels.encode import encode
+from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.conditions import outside_graphs
 
 ATTENTION_TYPES = ("linear", "softmax")
-KERNELS = "lrpe_fairseq.kernels.encode.encode_triton"
 NOT_EXPORTED = (
     "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
     "model in Python"
@@ -229,15 +227,45 @@ class ProjectedAttention(nn.Module):
         q = self._mapped(self.q_proj, x, time_first)
         return q if self.q_norm is None else self.q_norm(q)
 
-    def _folds(self, x: Tensor) -> bool:
-        """True if P is multiplied into the weights, which is cheaper for at least C tokens.
+    def _encoded(
+        self, x: Tensor, queries: Tokens, memory: Tensor | None = None, keys: Tokens | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q~, k~ and v of softmax attention; score encodings do not change q and k.
 
-        False if a projection is more than a linear map (a hook, quantization noise, an adapter), or
-        if a part stands between the projections and P.
+        Keys and values are those of the memory (B, S, C'), or of x.
         """
-        plain = is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)
-        plain = plain and self.q_norm is None and self.kv_shift is None
-        return plain and x.shape[0] * x.shape[1] >= x.shape[2]
+        if not self.encoding.decomposable:
+            return self._project(x, memory, queries)
+        source, keys = (x, queries) if memory is None else (memory, keys)
+        fold = self._fold(x, source)
+        if fold is None:
+            q, k, v = self._project(x, memory, queries)
+            q, k = self.encoding.encode_both(q, k, queries.at, keys.at, phi=False)
+            return q, k, v
+        q_planes = self._folded(fold.projection, self.q_proj, x)
+        k_planes = self._folded(fold.projection, self.k_proj, source)
+        k_planes = tuple(map(self._for_queries, k_planes))
+        q, k = fold.turn(q_planes, k_planes, queries.at, keys.at)
+        return q, k, self._for_queries(self._mapped(self.v_proj, *stored(source)))
+
+    def _fold(self, x: Tensor, source: Tensor) -> Fold | None:
+        """Return the parts of the encoding if P is multiplied into the weights of q and k.
+
+        x: the input of the queries; source: that of the keys. None if it is cheaper not to: for
+        fewer tokens than features, and where a GPU encodes q and k in one launch. Also None if a
+        projection is more than a linear map (a hook, quantization noise, an adapter), or if a part
+        stands between the projections and P.
+        """
+        if self.q_norm is not None or self.kv_shift is not None:
+            return None
+        if any(y.shape[0] * y.shape[1] < y.shape[2] for y in (x, source)):
+            return None
+        if not (is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)):
+            return None
+        # kernels are chosen by one head of the inputs, which have the layout of q and k
+        q = x[..., : self.head_dim]
+        k = q if source is x else source[..., : self.head_dim]
+        return None if self.encoding.has_one_launch(q, k) else self.encoding.fold()
 
     def _folded(
         self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
@@ -249,81 +277,36 @@ class ProjectedAttention(nn.Module):
         bias = bias.unflatten(0, (-1, 1, self.head_dim))  # H 1 D
         if self.encoding.keys_by_head and len(weight) < self.num_heads:
             weight, bias = (part.repeat_interleave(self.group, 0) for part in (weight, bias))
-        planes, x = zip(*map(p, (weight, bias)), strict=True), stored(x)
-        maps = ((w.mT.flatten(0, 1), b.flatten()) for w, b in planes)
-        return tuple(self._mapped(lambda x, m=m: F.linear(x, *m), *x) for m in maps)
-
-    def _encoded(
-        self, x: Tensor, queries: Tokens, memory: Tensor | None = None, keys: Tokens | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q~, k~ and v of softmax attention; score encodings do not change q and k.
-
-        Keys and values are those of the memory (B, S, C'), or of x.
-        """
-        if not self.encoding.decomposable:
-            return self._project(x, memory, queries)
-        source, keys = (x, queries) if memory is None else (memory, keys)
-        at = queries.at, keys.at
-        kernels = self._kernels(x, source, *at)
-        if kernels is not None:
-            q, k, v = self._project(x, memory, queries)
-            return *kernels(q, k), v
-        fold = self.encoding.fold() if self._folds(x) and self._folds(source) else None
-        if fold is None:
-            q, k, v = self._project(x, memory, queries)
-            return *self.encoding.in_parts(q, k, *at), v
-        pairs = (self.q_proj, x), (self.k_proj, source)
-        q, k = (self._folded(fold.projection, *pair) for pair in pairs)
-        q, k = fold.turn(q, tuple(map(self._for_queries, k)), *at)
-        return q, k, self._for_queries(self._mapped(self.v_proj, *stored(source)))
-
-    def _kernels(self, x: Tensor, source: Tensor, at_q: Tensor, at_k: Tensor) -> OnePass | None:
-        """Return a function that encodes q and k in one pass on a GPU; None without such kernels.
-
-        It is chosen by x and by the input of the keys, which have the shapes of q and k.
-        """
-        if loader.triton_kernels(KERNELS) is None or source.shape[-1] != x.shape[-1]:
-            return None
-        if self.head_dim > x.shape[-1]:
-            return None
-        q = x.narrow(-1, 0, self.head_dim)  # one head, (B, T, D): cheaper than all
-        k = q if source is x else source.narrow(-1, 0, self.head_dim)
-        return self.encoding.one_pass(q, k, at_q, at_k, phi=False)
+        x, time_first = stored(x)
+        planes = []
+        for w, b in zip(p(weight), p(bias), strict=True):
+            of_plane = partial(F.linear, weight=w.mT.flatten(0, 1), bias=b.flatten())
+            planes.append(self._mapped(of_plane, x, time_first))
+        return tuple(planes)
 
     # --- the feature map -----------------------------------------------------------------------
 
-    def _features(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
+    def _features(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the features of q (B, H, T, D) and k (B, H, S, D), whose products are the scores.
 
-        Feature map and encoding are applied in the right order, and q is scaled. at_q, at_k:
-        positions or places of queries and keys; one object if they are equal.
+        Feature map and encoding are applied in the right order, and q is scaled. q_positions,
+        k_positions: what the encoding reads; one object if they are equal.
         """
-        q, k = self._encoded_features(q, k, at_q, at_k)
+        if self.encoding.denominator_vanishes and q.dtype == torch.float16:
+            self._warn_about_denominator()
+        q, k = self.encoding.encode_both(q, k, q_positions, k_positions, phi=True)
         return self._scaled(q), k
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features of q and k without encoding, for the normalizer "content"."""
-        q, k = feature_maps(q, k)
+        q, k = dispatch.feature_maps(q, k)
         return self._scaled(q), k
 
     def _scaled(self, features: Tensor) -> Tensor:
         """Multiply the features of queries in linear attention by ``score_scale``."""
         return features if self.score_scale is None else features * self.score_scale
-
-    def _encoded_features(
-        self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Apply feature map and encoding; see :meth:`_features`."""
-        if self.encoding.denominator_vanishes and q.dtype == torch.float16:
-            self._warn_about_denominator()
-        kernels = self.encoding.one_pass(q, k, at_q, at_k, phi=True)
-        if kernels is not None:
-            return kernels(q, k)
-        if self.encoding.before_feature_map:
-            q, k = self.encoding(q, k, at_q, at_k)
-            return feature_maps(q, k)
-        q, k = feature_maps(q, k)
-        return self.encoding.in_parts(q, k, at_q, at_k)
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
@@ -381,15 +364,7 @@ def split_in_projections(state: dict[str, Tensor], prefix: str | None = None) ->
 
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
-    return feature_maps(x)[0]
-
-
-def feature_maps(*rows: Tensor) -> tuple[Tensor, ...]:
-    """Compute phi of one or two tensors (B, H, ., D), in one kernel launch if supported."""
-    kernels = loader.triton_kernels(KERNELS)
-    if kernels is None or not kernels.serves(rows[0], rows[-1], encode.Form()):
-        return tuple(map(encode.feature_map, rows))
-    return kernels.feature_maps(*rows)
+    return dispatch.feature_maps(x)[0]
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.forms import Transport
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 from lrpe_fairseq.kernels.linear.causal import chunks_of, cut, decay_in_chunk
 
 CHUNK = 32

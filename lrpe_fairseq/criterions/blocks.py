@@ -55,7 +55,8 @@ def losses(
     """
     if torch.is_autocast_enabled(x.device.type):
         half = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(half), weight.to(half)
+        x = x.to(half)
+        weight = weight.to(half)
         bias = None if bias is None else bias.to(half)
     columns = max(1, block // max(1, len(x)))
     return _Losses.apply(x, weight, target, bias, columns)
@@ -86,6 +87,7 @@ class _Losses(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, columns: int
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
+        # N 1: sums over the blocks so far; the logsumexp of no words is -inf
         log_sum = x.new_full((len(x), 1), -torch.inf, dtype=wide)
         of_target = torch.zeros_like(log_sum)
         total = torch.zeros_like(log_sum)
@@ -109,7 +111,9 @@ class _Losses(torch.autograd.Function):
         grad_x = torch.zeros_like(x, dtype=log_sum.dtype) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        of_nll, of_smooth = of_nll.unsqueeze(-1), of_smooth.unsqueeze(-1)
+        of_nll = of_nll.unsqueeze(-1)
+        of_smooth = of_smooth.unsqueeze(-1)
+        # both losses have softmax(z) in their gradient, with these factors
         of_softmax = of_nll + len(weight) * of_smooth
         for block in _blocks(len(weight), ctx.columns):
             # d nll / d z = softmax(z) - 1[t], d smooth / d z = V softmax(z) - 1
@@ -117,11 +121,11 @@ class _Losses(torch.autograd.Function):
             grad = grad.mul_(of_softmax).sub_(of_smooth)
             inside, column = _in_block(target, block)
             grad.scatter_add_(-1, column, -of_nll.where(inside, 0))
-            grad = grad.to(x.dtype)
+            grad = grad.to(x.dtype)  # the products run in the dtype of the model
             if needs_x:
-                grad_x += grad @ weight[block]
+                grad_x += grad @ weight[block]  # summed over blocks in float32 or wider
             if needs_weight:
-                torch.mm(grad.mT, x, out=grad_weight[block])
+                torch.mm(grad.mT, x, out=grad_weight[block])  # every row is of one block
             if needs_bias:
                 grad_bias[block] = grad.sum(0)
         grad_x = None if grad_x is None else grad_x.to(x.dtype)

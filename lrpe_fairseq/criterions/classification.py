@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.options import option
-from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.models.options import one_sentence_errors
+from lrpe_fairseq.errors import one_sentence_errors, refuse
 
 TOP = 5
 LOG2 = math.log(2)
@@ -55,7 +54,8 @@ class ClassificationCriterion(FairseqCriterion):
         reduce: True for the sum over examples, False for one loss per example, (B,).
         """
         with one_sentence_errors():  # of images that are not made of patches
-            logits, target = model(**sample["net_input"]).float(), sample["target"]
+            logits = model(**sample["net_input"]).float()
+            target = sample["target"]
         smoothing = self.label_smoothing if model.training else 0.0
         losses = cross_entropy(logits, target, smoothing)
         loss = losses.sum() if reduce else losses
@@ -96,7 +96,7 @@ def cross_entropy(logits: Tensor, target: Tensor, smoothing: float = 0.0) -> Ten
         logits: (B, classes). target: classes int64 (B,), or probabilities (B, classes).
     """
     if target.is_floating_point():
-        target = target.to(logits.dtype)
+        target = target.to(logits.dtype)  # probabilities come in float64
     return F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
 
 
@@ -106,10 +106,13 @@ def hits(logits: Tensor, target: Tensor) -> dict[str, Tensor]:
     ``_accuracy``: the largest logit is that of the target. ``_top5``: the target is among the 5
     largest; only with more than 10 classes.
     """
-    wanted = (target.argmax(1) if target.is_floating_point() else target).unsqueeze(1)
-    places = {"_accuracy": 1} | ({f"_top{TOP}": TOP} if logits.shape[1] > 2 * TOP else {})
+    classes = target.argmax(1) if target.is_floating_point() else target
+    places = {"_accuracy": 1}
+    if logits.shape[1] > 2 * TOP:  # among fewer classes it says little
+        places[f"_top{TOP}"] = TOP
     return {
-        name: logits.topk(most, 1).indices.eq(wanted).any(1).sum() for name, most in places.items()
+        name: logits.topk(most, 1).indices.eq(classes.unsqueeze(1)).any(1).sum()
+        for name, most in places.items()
     }
 
 
@@ -120,6 +123,9 @@ def scores(logits: Tensor, target: Tensor) -> dict[str, float]:
     example, without label smoothing.
     """
     count = len(target)
-    found = {k.removeprefix("_"): 100 * int(n) / count for k, n in hits(logits, target).items()}
+    percentages = {
+        name.removeprefix("_"): 100 * int(right) / count
+        for name, right in hits(logits, target).items()
+    }
     loss = float(cross_entropy(logits.to(torch.float64), target).sum()) / count / LOG2
-    return {**found, "loss": loss, "examples": count}
+    return {**percentages, "loss": loss, "examples": count}

@@ -30,14 +30,15 @@ def output_weight(model: nn.Module) -> Tensor | None:
     projection = getattr(decoder, "output_projection", None)
     if getattr(decoder, "adaptive_softmax", None) is not None:
         return None
+    # hooks, such as those of quantization noise, act on calls of the module only
     plain = isinstance(projection, nn.Linear) and is_plain_linear(projection)
     return projection.weight if plain and projection.bias is None else None
 
 
 def _inner(model: nn.Module) -> nn.Module:
     """Return the model inside fairseq's wrapper for several processes, or the model itself."""
-    inner = getattr(model, "module", model)
-    return getattr(inner, "module", inner)
+    inner = getattr(model, "module", model)  # ModuleProxyWrapper
+    return getattr(inner, "module", inner)  # DistributedDataParallel or fairseq's own
 
 
 def word_losses(
@@ -49,7 +50,8 @@ def word_losses(
     """
     features, _ = model(**sample["net_input"], features_only=True)
     target = model.get_targets(sample, None)
-    features, target = features[:, skipped:], target[:, skipped:].reshape(-1)
+    features = features[:, skipped:]
+    target = target[:, skipped:].reshape(-1)
     nll, smooth = losses(features.reshape(-1, features.shape[-1]), weight, target)
     pad = target.eq(padding)
     return nll.masked_fill(pad, 0.0), smooth.masked_fill(pad, 0.0)
@@ -100,7 +102,13 @@ class LRPELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         nll, smooth = word_losses(
             model, sample, weight, self.padding_idx, skipped=self.ignore_prefix_size
         )
-        nll, smooth = (nll.sum(), smooth.sum()) if reduce else (nll[:, None], smooth[:, None])
+        if reduce:
+            nll = nll.sum()
+            smooth = smooth.sum()
+        else:
+            nll = nll.unsqueeze(-1)
+            smooth = smooth.unsqueeze(-1)
+        # smooth counts the right word too, so that its share is taken off the first term
         each = self.eps / (len(weight) - 1)
         loss = (1.0 - self.eps - each) * nll + each * smooth
         size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
@@ -129,6 +137,7 @@ class LRPEMaskedLMLoss(MaskedLmLoss):
         target = model.get_targets(sample, None)
         masked = target.ne(self.padding_idx)
         size = masked.int().sum()
+        # the head of masked tokens only, as fairseq's model does in training
         features, _ = model(**sample["net_input"], features_only=True)
         x = head.layer_norm(head.activation_fn(head.dense(features[masked])))
         loss = losses(x, head.weight, target[masked], head.bias)[0].sum()

@@ -5,23 +5,24 @@ import sys
 
 from lrpe_fairseq.experiments.records.console import refused_without
 
-COMMANDS = {
-    "run_table": "run_table:main",
-    "train_row": "train_row:main",
-    "finetune_glue": "train_row:finetune",
-    "eval_lm": "evaluate:lm",
-    "eval_mt": "evaluate:mt",
-    "eval_classifier": "evaluate:classifier",
-    "score_lm": "evaluate:score_lm",
-    "eval_glue": "evaluate:eval_glue",
-    "ngrams": "ngrams:main",
-    "quickstart": "quickstart:main",
-    "doctor": "doctor:main",
-    "export": "export:main",
-    "import_roberta": "import_roberta:main",
-    "convert": "convert:main",
-}
-"""Name -> module of ``commands``, and its function, which takes the arguments."""
+COMMANDS = (
+    "run_table",
+    "train_row",
+    "finetune_glue",
+    "eval_lm",
+    "eval_mt",
+    "eval_classifier",
+    "score_lm",
+    "eval_glue",
+    "prepare",
+    "ngrams",
+    "quickstart",
+    "doctor",
+    "export",
+    "convert",
+    "import_roberta",
+)
+"""The modules of ``commands``; each has a function ``main``, which takes the arguments."""
 
 
 def main(arguments: list[str]) -> int:
@@ -30,12 +31,13 @@ def main(arguments: list[str]) -> int:
         known = ", ".join(COMMANDS)
         print(f"python -m lrpe_fairseq.experiments COMMAND …\ncommands: {known}", file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[arguments[0]].partition(":")
+    name, *words = arguments
     try:
-        found = importlib.import_module(f"lrpe_fairseq.experiments.commands.{module}")
+        # Imported only now: each command needs other extras.
+        module = importlib.import_module(f"lrpe_fairseq.experiments.commands.{name}")
     except ModuleNotFoundError as error:
-        return refused_without(arguments[0], error)
-    return getattr(found, function)(arguments[1:])
+        return refused_without(name, error)
+    return module.main(words)
 
 
 if __name__ == "__main__":

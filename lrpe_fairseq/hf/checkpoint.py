@@ -164,8 +164,8 @@ NORMFORMER = {
     "scale_heads": "c_attn",
     "scale_resids": "w_resid",
 }
-"""Options of NormFormer and the parts of a layer; fairseq builds none if its options are a YAML's
-or a command line's."""
+"""Options of NormFormer and the parts of a layer. The weights decide: older versions of ``lrpe_lm``
+ignored the options."""
 FIRST_POSITION = 2
 """The row of the first learned position, after those of <s> and <pad>."""
 OFF: tuple[Any, ...] = (None, False, 0, "", "0")

@@ -1,131 +1,194 @@
-"""Conditions for compiled forms, and second derivatives of their gradients.
+"""Which kernel serves a call: the only place that asks the kernels and chooses between them.
 
-Every compiled form and every hand-written gradient has a definition: the same function in ordinary
-differentiable PyTorch operations. The definition is used for second derivatives, and under
-torch.compile, torch.func, fake tensors and tracing.
+| operation | on a GPU (Triton) | on a CPU (C++) | everywhere else |
+|---|---|---|---|
+| Lambda P phi of q and k | ``encode.encode_triton`` | ``encode.encode_cpu`` | the encoding |
+| phi alone | ``encode.encode_triton`` | – | ``encode.encode.feature_map`` |
+| causal sums | ``linear.causal_triton`` | ``linear.causal_cpu`` | ``linear.causal`` |
+| sums over all keys | ``linear.full_triton`` | – | ``linear.causal`` |
+| softmax with terms | ``flash.flash_triton`` | – | blocks of queries |
+| stick-breaking | ``flash.stick_triton`` | – | blocks of queries |
+
+Sums of half types on a GPU that no Triton kernel serves have ``linear.half``. docs/speed.md and
+results/bench have the figures. Not measured: ``linear.half``, flash attention of padded batches and
+documents, and stick-breaking attention.
+
+Each function returns None, or the definition, where no kernel supports the tensors: of another
+dtype, width or device, under torch.compile, torch.func and tracing, with
+``LRPE_FAIRSEQ_KERNELS=0``, or where a kernel does not compile.
+
+Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 
-P, R = ParamSpec("P"), TypeVar("R")
+from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.conditions import outside_graphs
+from lrpe_fairseq.kernels.encode import encode_cpu
+from lrpe_fairseq.kernels.encode.encode import Transform, Variant, feature_map
+from lrpe_fairseq.kernels.linear import causal, causal_cpu, half
+
+ENCODE = "lrpe_fairseq.kernels.encode.encode_triton"
+CAUSAL = "lrpe_fairseq.kernels.linear.causal_triton"
+FULL = "lrpe_fairseq.kernels.linear.full_triton"
+FLASH = "lrpe_fairseq.kernels.flash.flash_triton"
+STICK = "lrpe_fairseq.kernels.flash.stick_triton"
+
+Pair = tuple[Tensor, Tensor]
+"""A tensor of the queries and one of the keys."""
 
 
-def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``function`` outside compiled graphs, as ``torch.compiler.disable`` does.
+# --- features of queries and keys --------------------------------------------------------------
 
-    That decorator imports ``torch._dynamo``, which takes longer than all of this package; this one
-    does so only where something is compiled.
+
+def encode_both(
+    q: Tensor, k: Tensor, transform: Transform, q_positions: Tensor, k_positions: Tensor
+) -> Pair | None:
+    """Compute Lambda P phi of q (B, H, T, D) and k (B, H, S, D), or return None without a kernel.
+
+    Positions are not checked; see ``encode_triton.encode``.
+    """
+    kernel = _encoder(q, k, transform.variant)
+    if kernel is None:
+        return None
+    return kernel.encode_both(q, k, transform, q_positions, k_positions)
+
+
+def encode_one(x: Tensor, transform: Transform, positions: Tensor) -> Tensor | None:
+    """Compute Lambda P phi of x (B, H, T, D), or return None without a kernel."""
+    kernel = _encoder(x, x, transform.variant)
+    return None if kernel is None else kernel.encode_one(x, transform, positions)
+
+
+def _encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
+    """Return the module whose kernel encodes q and k, or None."""
+    triton = _triton_encoder(q, k, variant)
+    if triton is not None:
+        return triton
+    return encode_cpu if encode_cpu.serves(q, k, variant) else None
+
+
+def _triton_encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
+    triton = loader.triton_kernels(ENCODE)
+    return triton if triton is not None and triton.serves(q, k, variant) else None
+
+
+def encodes_in_one_launch(q: Tensor, k: Tensor, variant: Variant) -> bool:
+    """True if a Triton kernel encodes q and k.
+
+    One launch is cheaper than to multiply P into the weights of the projections and turn the
+    results. On a CPU it is not.
+    """
+    return _triton_encoder(q, k, variant) is not None
+
+
+def applied(x: Tensor, power: Tensor, variant: Variant) -> Tensor | None:
+    """Apply Lambda^(s), phases or indices, to x (B, H, T, D) in C++, or return None without.
+
+    variant: without phi. A GPU has no such kernel: there q and k are encoded together.
+    """
+    if not encode_cpu.serves(x, x, variant):
+        return None
+    return encode_cpu.encode(x, None, power, variant)
+
+
+PHI = Variant()
+
+
+def feature_maps(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Compute phi of q (B, H, T, D) and k (B, H, S, D), in one launch if a kernel supports them.
+
+    Returns: phi(q) and phi(k); the second is None without k.
+    """
+    triton = _triton_encoder(q, q if k is None else k, PHI)
+    if triton is None:
+        return feature_map(q), None if k is None else feature_map(k)
+    return triton.feature_maps(q, k)
+
+
+# --- linear attention --------------------------------------------------------------------------
+
+
+class LinearKernel(NamedTuple):
+    """A kernel that takes rows of half types; its sums are float32.
+
+    causal_sums: as ``causal.definition``. full_sums: as ``causal.full_definition``. The one that a
+    call does not need may be None.
     """
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
+    name: str
+    causal_sums: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+    full_sums: Callable[..., tuple[Tensor, Tensor | None]] | None = None
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context without autocast, which would round float32 numbers to half precision.
+HALF = LinearKernel("pytorch, products in half precision", half.causal_sums, half.full_sums)
 
-    Where autocast is off it does nothing: entering ``torch.autocast`` takes 20 us.
+
+def linear_kernel(
+    q: Tensor, v: Tensor, log_decay: Tensor | None, causal: bool
+) -> LinearKernel | None:
+    """Return the kernel of a GPU for linear attention of q (B, H, T, D) and v (B, H, S, E).
+
+    None where there is none: then rows are made float32 or wider, and :func:`causal_sums` or the
+    definition computes the sums. A decay makes causal sums of bidirectional attention.
     """
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    triton = loader.triton_kernels(CAUSAL)
+    if triton is not None and triton.serves(q, v, log_decay):
+        if causal or log_decay is not None:
+            return LinearKernel("triton", causal_sums=triton.causal_sums)
+        # two products of matrices in PyTorch serve float32 and wide heads
+        if triton.fits_registers(q, v):
+            return LinearKernel("triton", full_sums=loader.triton_kernels(FULL).full_sums)
+    return HALF if half.serves(q, v, log_decay) else None
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """True if code may access the memory of ``tensors`` directly and define their gradient.
-
-    False under torch.compile, tracing, a dispatch mode (fake tensors, make_fx) and forward-mode
-    differentiation. Also False for subclasses, tensors wrapped by torch.func (grad, vmap, ...),
-    tensors without memory (device meta) and empty tensors. Use the definition in these cases.
-    """
-    return not is_transformed() and all(
-        x is None or (_is_concrete(x) and x.numel() > 0) for x in tensors
-    )
-
-
-def may_read_values(*tensors: Tensor) -> bool:
-    """True if code may decide by the values of ``tensors``.
-
-    False under torch.compile, tracing and a dispatch mode, and for subclasses, tensors wrapped
-    by torch.func and device meta. Then use a form that is correct for all values.
-    """
-    return not _is_traced() and all(_is_concrete(x) for x in tensors)
+@outside_graphs
+def causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``causal.definition``, in C++ if supported. Not traced by torch.compile."""
+    in_cpp = causal_cpu.serves(q, k, v, log_decay)
+    log_linear("c++" if in_cpp else "pytorch", q)
+    sums = causal_cpu.causal_sums if in_cpp else causal.definition
+    return sums(q, k, v, wanted, log_decay, eps)
 
 
-def reads_are_free(*tensors: Tensor) -> bool:
-    """True if code may decide by the values of ``tensors``, and reading them waits for nothing.
-
-    That is :func:`may_read_values` of tensors on a CPU. A read on a GPU waits until it has computed
-    all that was launched before, and the next launches come late.
-    """
-    return may_read_values(*tensors) and all(_is_on_cpu(x) for x in tensors)
+def log_linear(kernel: str, q: Tensor) -> None:
+    """Record which kernel computes linear attention of q; see ``loader.log_served``."""
+    loader.log_served("linear attention", kernel, q.device.type)
 
 
-def _is_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu"
+# --- softmax attention -------------------------------------------------------------------------
 
 
-def is_transformed() -> bool:
-    """True under torch.compile, torch.func, tracing, a dispatch mode or forward-mode AD."""
-    return (
-        _is_traced()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+def has_flash() -> bool:
+    """True if this process has the Triton kernel of softmax attention."""
+    return loader.triton_kernels(FLASH) is not None
 
 
-def _is_traced() -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.jit.is_tracing()
-    )
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor | None:
+    """Compute ``flash.definition`` in Triton, or return None without a kernel for the tensors."""
+    triton = loader.triton_kernels(FLASH)
+    if triton is None or not triton.serves(q, k, v, *_tensors(arguments)):
+        return None
+    return triton.flash_attention(q, k, v, **arguments)
 
 
-def _is_concrete(x: Tensor) -> bool:
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and not x.is_meta
-    )
+def stick_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor | None:
+    """Compute ``stick_triton.stick_attention``, or return None without a kernel."""
+    triton = loader.triton_kernels(STICK)
+    if triton is None or not triton.serves(q, k, v, *_tensors(arguments)):
+        return None
+    return triton.stick_attention(q, k, v, **arguments)
 
 
-def gradients_of(
-    definition: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Sequence[Tensor | None],
-    needed: Sequence[bool],
-    grads: Sequence[Tensor],
-) -> list[Tensor | None]:
-    """Compute gradients of ``definition(*inputs)`` that can be differentiated again.
-
-    Call this in the backward pass of a torch.autograd.Function if ``torch.is_grad_enabled()``, that
-    is, under create_graph. Trap: ``inputs`` must be the arguments of the Function, as in
-    ctx.saved_tensors. A copy made in its forward pass is detached from the graph, and second
-    derivatives through it would silently be zero.
-
-    Args:
-        inputs: arguments of ``definition``. needed: ctx.needs_input_grad, for each of them.
-        grads: the gradients of its results.
-    Returns: a gradient, or None, for every input.
-    """
-    with torch.enable_grad():
-        # views, so that an input that depends on another one is not counted twice
-        own = [x.view_as(x) if need else x for x, need in zip(inputs, needed, strict=True)]
-        results = definition(*own)
-        results = (results,) if isinstance(results, Tensor) else results
-        wanted = [x for x, need in zip(own, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True))
-    return [next(found) if need else None for need in needed]
+def _tensors(arguments: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of a kernel, alone or in pairs."""
+    for value in arguments.values():
+        for x in value if isinstance(value, tuple) else (value,):
+            if isinstance(x, Tensor):
+                yield x

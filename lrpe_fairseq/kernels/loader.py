@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels.dispatch import is_transformed
+from lrpe_fairseq.kernels.conditions import is_transformed
 
 VARIABLE = "LRPE_FAIRSEQ_KERNELS"
 HEADERS = Path(__file__).parent

@@ -26,7 +26,8 @@ SATURATED = tl.constexpr(LIMIT)
 
 STATE = {8: 64 * 64, 9: 128 * 64}
 """Largest state, in numbers, of a program on GPUs of compute capability 8, and of 9 or more. Larger
-ones do not fit in its registers. float32 does not fit: its products are three of tf32."""
+ones do not fit in its registers. float32 rows have the chunked kernels of ``causal_triton``: a
+product of them is three of tf32, for which no state is small enough."""
 
 
 def fits_registers(q: Tensor, v: Tensor) -> bool:
@@ -87,8 +88,9 @@ def result_like(
     Batch and time lie as in x (B, H, ., .): as (B, T, H, width), or as (T, B, H, width) if the
     rows are near enough.
     """
-    batch, heads, own, _ = x.shape
-    time, token = own if time is None else time, heads * width
+    batch, heads, _, _ = x.shape
+    time = x.shape[2] if time is None else time
+    token = heads * width  # numbers of a token with all heads
     if x.stride(2) > x.stride(0) and batch * token < FARTHEST:
         strides = token, width, batch * token, 1
     else:
@@ -195,19 +197,19 @@ def parts(x, dtype: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def times(a, high, low, scale, PRECISION: tl.constexpr, EXACT: tl.constexpr = True):
+def times(a, high, low, scale, EXACT: tl.constexpr = True):
     """Return the product of a and a state that was split; of its high part only unless EXACT."""
-    out = tl.dot(a, high, input_precision=PRECISION)
-    if EXACT and a.dtype != tl.float32:
+    out = tl.dot(a, high)
+    if EXACT:
         out = tl.dot(a, low, out)
     return out * scale
 
 
 @triton.jit
-def product(x, b, PRECISION: tl.constexpr):
+def product(x, b):
     """Return x b, with float32 x rounded to the dtype of b."""
     x, scale = cast(x, b.dtype)
-    return tl.dot(x, b, input_precision=PRECISION) * scale
+    return tl.dot(x, b) * scale
 
 
 @triton.jit
@@ -218,66 +220,66 @@ def three_parts(x, dtype: tl.constexpr, BY_GROUP: tl.constexpr):
         fourth column, and 0 in the remaining ones; and the scale of :func:`cast`.
     """
     column = tl.arange(0, 16)[None, :]
-    place = column // 4 if BY_GROUP else column % 4
+    part = column // 4 if BY_GROUP else column % 4
     x = tl.broadcast_to(x[:, None], x.shape[0], 16)
     scale = scale_of(x, dtype)
     x = x * (1.0 / scale)
     high = leading(x, dtype)
     middle = leading(x - high, dtype)
     low = x - high - middle
-    x = tl.where(place < 2, tl.where(place == 0, high, middle), tl.where(place == 2, low, 0.0))
+    x = tl.where(part < 2, tl.where(part == 0, high, middle), tl.where(part == 2, low, 0.0))
     return x.to(dtype), scale
 
 
 @triton.jit
-def row_products(a, x, PRECISION: tl.constexpr):
+def row_products(a, x):
     """Return the products (C,) of the rows of a (C, N) and x (N,), by tensor cores."""
     b, scale = three_parts(x, a.dtype, True)
-    return tl.sum(tl.dot(a, b, input_precision=PRECISION), 1) * (scale / 4)
+    return tl.sum(tl.dot(a, b), 1) * (scale / 4)
 
 
 @triton.jit
-def column_sums(a, weight, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr):
+def column_sums(a, weight, WEIGHTED: tl.constexpr):
     """Return the sums (N,) of the rows of a (C, N), times weights (C,) if WEIGHTED."""
     if WEIGHTED:
         b, scale = three_parts(weight, a.dtype, True)
-        out = tl.sum(tl.dot(tl.trans(a), b, input_precision=PRECISION), 1) * (scale / 4)
+        out = tl.sum(tl.dot(tl.trans(a), b), 1) * (scale / 4)
     else:
         ones = tl.full((a.shape[0], 16), 1.0, a.dtype)
-        out = tl.sum(tl.dot(tl.trans(a), ones, input_precision=PRECISION), 1) / 16
+        out = tl.sum(tl.dot(tl.trans(a), ones), 1) / 16
     return out
 
 
 @triton.jit
-def repeated(x, C: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def repeated(x, C: tl.constexpr, dtype: tl.constexpr):
     """Return x (N,) in each of C rows, (C, N), by tensor cores.
 
     It is faster than a broadcast, for which all threads load x in another order.
     """
     b, scale = three_parts(x, dtype, True)
-    return tl.dot(tl.full((C, 16), 0.25, dtype), tl.trans(b), input_precision=PRECISION) * scale
+    return tl.dot(tl.full((C, 16), 0.25, dtype), tl.trans(b)) * scale
 
 
 @triton.jit
-def outer_product(a, b, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def outer_product(a, b, dtype: tl.constexpr):
     """Return a b^T (C, N) of a (C,) and b (N,) by tensor cores."""
     a, scale = three_parts(a, dtype, False)
     b, other = three_parts(b, dtype, True)
-    return tl.dot(a, tl.trans(b), input_precision=PRECISION) * (scale * other)
+    return tl.dot(a, tl.trans(b)) * (scale * other)
 
 
 @triton.jit
-def outer(a, x, total, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def outer(a, x, total, EXACT: tl.constexpr):
     """Return total + a^T x, with float32 x split in two parts if EXACT, else rounded to a's dtype.
 
     A product that is added to an earlier one needs fewer registers.
     """
     high, low, scale = parts(x, a.dtype, EXACT)
     if a.dtype == tl.float16:
-        total += times(tl.trans(a), high, low, scale, PRECISION, EXACT)
+        total += times(tl.trans(a), high, low, scale, EXACT)
     else:
-        total = tl.dot(tl.trans(a), high, total, input_precision=PRECISION)
-        if EXACT and a.dtype != tl.float32:
+        total = tl.dot(tl.trans(a), high, total)
+        if EXACT:
             total = tl.dot(tl.trans(a), low, total)
     return total
 

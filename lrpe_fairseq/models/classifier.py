@@ -18,20 +18,16 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.encodings.core.parameters import Float32Module
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Encoder, EncoderLayer, stored
 from lrpe_fairseq.models.norms import SharedBatchNorm
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.patches import (
     OF_PIXELS,
     Patches,
@@ -41,6 +37,7 @@ from lrpe_fairseq.models.patches import (
     fit_positions,
     init_positions,
 )
+from lrpe_fairseq.models.presets import defaults
 
 
 @dataclass
@@ -117,6 +114,7 @@ class TokenBatchNorm(Float32Module):
     def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
         """Normalize x (..., C). real: bool (...), true at real tokens; None if all are."""
         rows = x.reshape(-1, x.shape[-1]) if real is None else x[real]
+        # statistics stay float32 under --fp16; see Float32Module
         normed = self.norm(rows.to(self.norm.weight.dtype)).to(x.dtype)
         if real is None:
             return normed.view(x.shape)
@@ -148,7 +146,9 @@ class ClassifierLayer(EncoderLayer):
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: None = None
     ) -> Tensor:
         """Called by fairseq: x (T, B, C), mask (B, T), true at padding -> (T, B, C)."""
-        x, real = stored(x), None if encoder_padding_mask is None else ~encoder_padding_mask.T
+        x = stored(x)
+        real = None if encoder_padding_mask is None else ~encoder_padding_mask.T
+        # padding is left out of BatchNorm only; a LayerNorm does not mix tokens
         y = normalized(self.self_attn_layer_norm, x, real)
         x = x + self._branch(self.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0])
         y = self.activation_fn(self.fc1(normalized(self.final_layer_norm, x, real)))
@@ -160,6 +160,7 @@ class ClassifierLayer(EncoderLayer):
         if not self.training or not self.drop_path:
             return y
         kept = 1 - self.drop_path
+        # one draw for an example, over all its tokens; the rest is scaled to keep the mean
         return y * y.new_empty(1, y.shape[1], 1).bernoulli_(kept).div_(kept)
 
 
@@ -178,7 +179,8 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
 
     def __init__(self, options: Any, encoder: ClassifierEncoder, classes: int) -> None:
         super().__init__()
-        self.encoder, self.options = encoder, options
+        self.encoder = encoder
+        self.options = options
         width = options.encoder_embed_dim
         self.norm = build_norm(str(options.norm), width)
         self.head = nn.Linear(width, classes)
@@ -191,6 +193,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         refuse_unrelated_processes()
         if args.max_positions is None:
             args.max_positions = task.max_positions()
+        # a copy without the structure of the class, because fitted options are added to it
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         with one_sentence_errors():
             check_classifier(options, task)
@@ -212,7 +215,11 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         """
         if src_tokens2 is None:
             return self.head(self.encode(src_tokens))
-        both = pad_sequence([*src_tokens, *src_tokens2], True, self.encoder.padding_idx)
+        both = pad_sequence(
+            [*src_tokens, *src_tokens2],
+            batch_first=True,
+            padding_value=self.encoder.padding_idx,
+        )
         u, v = self.encode(both).chunk(2)
         return self.head(torch.cat([u, v, u - v, u * v], -1))
 
@@ -253,13 +260,16 @@ def build_encoder(options: Any, dictionary: Any) -> ClassifierEncoder:
     """Build the encoder with the embedding of the input; absolute positions count its tokens."""
     cfg = TransformerConfig.from_namespace(options)
     cfg.encoder.normalize_before = False  # the norm after the last layer is the model's
-    kind, width, pad = str(options.input), options.encoder_embed_dim, dictionary.pad()
+    kind = str(options.input)
+    width = options.encoder_embed_dim
+    pad = dictionary.pad()
+    # max_positions counts the numbers of an image, of which several are one token
     per_token = options.patch**2 * (options.channels if kind == "pixels" else 1)
     cfg.max_source_positions = options.max_positions // per_token
     if kind == "tokens":
         embedder = Embedding(len(dictionary), width, pad)
     else:
-        cfg.no_scale_embedding = True
+        cfg.no_scale_embedding = True  # the linear map of patches has a scale of its own
         embedder = build_patches(options, width, pad)
     encoder = ClassifierEncoder(cfg, dictionary, embedder, options)
     if kind == "image":
@@ -272,16 +282,25 @@ def check_classifier(options: Any, task: Any) -> None:
     """Raise ChoiceError for options that contradict each other or the data of the task."""
     if not hasattr(task, "num_classes"):
         raise ChoiceError("lrpe_classifier needs the task lrpe_classification or lrpe_images")
-    sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
-    check_sizes(options, *(f"encoder_{name}" for name in sizes), "patch", "channels")
+    check_sizes(
+        options,
+        "encoder_layers",
+        "encoder_embed_dim",
+        "encoder_ffn_embed_dim",
+        "encoder_attention_heads",
+        "patch",
+        "channels",
+    )
     check_probabilities(options)
     if options.norm == "batch" and options.checkpoint_activations:
         raise ChoiceError(
             "--norm batch would count every batch twice with --checkpoint-activations: omit one"
         )
     if options.pair_head != task.pairs:
-        found, fix = ("have", "set") if task.pairs else ("have no", "omit")
-        raise ChoiceError(f"the data {found} second inputs (input1): {fix} --pair-head")
+        if task.pairs:
+            raise ChoiceError("the data have second inputs (input1): set --pair-head")
+        raise ChoiceError("the data have no second inputs (input1): omit --pair-head")
+    # the task cuts or refuses longer inputs by its own number
     if options.max_positions != task.max_positions():
         raise ChoiceError(
             f"task.max_positions is {task.max_positions()} and model.max_positions "
@@ -292,6 +311,7 @@ def check_classifier(options: Any, task: Any) -> None:
 
 def mean_of_tokens(x: Tensor, real: Tensor) -> Tensor:
     """Return the mean of x (T, B, C) over the tokens where ``real`` (T, B) is true, (B, C)."""
+    # a sum over thousands of tokens loses digits in half precision
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     weight = real.unsqueeze(-1).to(wide.dtype)
     return ((wide * weight).sum(0) / weight.sum(0)).to(x.dtype)

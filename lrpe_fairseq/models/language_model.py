@@ -19,18 +19,16 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import Memory
 from lrpe_fairseq.attention.tokens import restarted
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import LONGEST, check_number, option
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
-from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors, refuse
+from lrpe_fairseq.models import normformer
 from lrpe_fairseq.models.checks import check_language_model
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Decoder, DecoderLayer
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
+from lrpe_fairseq.models.presets import defaults
 from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
 from lrpe_fairseq.patterns import over_layers
@@ -66,12 +64,14 @@ class SegmentDecoder(Decoder):
 
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> None:
         """Build from ``args``, a LRPELanguageModelConfig."""
-        cfg = TransformerConfig.from_namespace(args)
+        cfg = TransformerConfig.from_namespace(args)  # has none of these options
+        normformer.add_options(cfg, args)
         super().__init__(cfg, dictionary, embed_tokens, args, no_encoder_attn=True)
         self.args = args
         self.memory = SegmentMemory(args.memory_length, len(self.layers))
         self.boundary = boundary_of(args.document_boundary, dictionary)
         if self.boundary is not None and self.embed_positions is not None:
+            # positions start anew in every document, also those of absolute embeddings
             embed = self.embed_positions
             embed.forward = partial(_embed_restarted, embed.forward, dictionary, self.boundary)
 
@@ -94,7 +94,7 @@ class SegmentDecoder(Decoder):
             )
         if segment is None or not (self.memory.length or "documents" in segment):
             return super().forward(prev_output_tokens, *rest, **keywords)
-        like = self.layers[0].fc1.weight  # F C
+        like = self.layers[0].fc1.weight  # F C, with the dtype and device of the layers' inputs
         past = self.memory.recall(segment, self.training, like)
         if self.boundary is not None:
             segment = with_documents(segment, past, prev_output_tokens.eq(self.boundary))
@@ -102,6 +102,7 @@ class SegmentDecoder(Decoder):
         encoder_out = {"encoder_out": [memories(segment, past)], "encoder_padding_mask": []}
         keywords["encoder_out"] = encoder_out
         x, extra = super().forward(prev_output_tokens, *rest, **keywords)
+        # the last inner state is no layer's input
         self.memory.keep(segment, self.training, past, extra["inner_states"][:-1])
         return x, extra
 
@@ -115,6 +116,7 @@ class SegmentDecoder(Decoder):
         """Compute features; documents begin at the symbol of ``--document-boundary``."""
         if self.boundary is not None:
             starts = prev_output_tokens.eq(self.boundary)
+            # a decoding step computes the last token only
             self.given.starts = starts if incremental_state is None else starts[:, -1:]
         return super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, **keywords
@@ -170,9 +172,11 @@ class LRPELanguageModel(BooleanFlags, Prunable, TransformerLanguageModel):
             check_memory(args)
             check_language_model(args)
             keep_patterns(args, args.decoder_layers, args.decoder_layers_to_keep)
-        layers, args.decoder_layers = args.decoder_layers, 0
+        layers = args.decoder_layers
+        args.decoder_layers = 0  # for fairseq's decoder, which is thrown away
         with one_sentence_errors():
             shell = super().build_model(args, task).decoder
+            # fairseq has set the number of the layers to keep, if it was given any
             args.decoder_layers = args.decoder_layers or layers
             decoder = SegmentDecoder(args, shell.dictionary, shell.embed_tokens)
             share_across_layers(decoder)
@@ -205,6 +209,7 @@ def _embed_restarted(
     forward: of fairseq's module, which counts the tokens of a line.
     """
     positions, _ = restarted(tokens.eq(boundary), tokens.eq(dictionary.pad()))
+    # the embeddings of a line without padding, of which each token takes that of its position
     return forward(torch.full_like(tokens[:1], boundary))[0][positions]
 
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import Given
-from lrpe_fairseq.encodings.rotations.spe import SPE
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.models.attention import build_attention, build_cross_attention, check_stack
 from lrpe_fairseq.models.checks import is_stock_cross
-from lrpe_fairseq.models.options import build_attention, build_cross_attention, check_stack
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 
@@ -27,13 +26,17 @@ class EncoderLayer(TransformerEncoderLayerBase):
     """fairseq's encoder layer with our bidirectional self-attention."""
 
     def __init__(self, cfg: Any, options: Any, layer: int) -> None:
-        self._options, self._layer = options, layer
+        # before the constructor of fairseq's layer, which builds the attention
+        self._options = options
+        self._layer = layer
         super().__init__(cfg)
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
-        own, heads = self._options, cfg.encoder.attention_heads
-        return build_attention(own, cfg, embed_dim, heads, causal=False, layer=self._layer)
+        heads = cfg.encoder.attention_heads
+        return build_attention(
+            self._options, cfg, embed_dim, heads, causal=False, layer=self._layer
+        )
 
     def build_fc2(self, *sizes: Any) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -51,7 +54,8 @@ class DecoderLayer(TransformerDecoderLayerBase):
     """
 
     def __init__(self, cfg: Any, options: Any, layer: int, no_encoder_attn: bool) -> None:
-        self._options, self._layer = options, layer
+        self._options = options
+        self._layer = layer
         super().__init__(cfg, no_encoder_attn=no_encoder_attn)
 
     def build_self_attention(
@@ -76,6 +80,7 @@ class DecoderLayer(TransformerDecoderLayerBase):
         self, x: Tensor, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
     ) -> tuple:
         """Compute the layer as fairseq does; cross-attention needs the padding of its queries."""
+        # fairseq passes it to self-attention only
         self.self_attn.given.query_padding = self_attn_padding_mask
         keywords["self_attn_padding_mask"] = self_attn_padding_mask
         return super().forward(stored(x), *rest, **keywords)
@@ -87,7 +92,8 @@ class Encoder(TransformerEncoderBase):
     layer_class = EncoderLayer
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any) -> None:
-        self._options, self._layer_count = options, count()
+        self._options = options
+        self._layer_count = count()
         check_stack(options, cfg.encoder.layers, "encoder" if options is cfg.encoder else "")
         super().__init__(cfg, dictionary, embed_tokens)
         begin_stack(self, cfg, cfg.encoder.embed_dim)
@@ -107,14 +113,14 @@ class Encoder(TransformerEncoderBase):
 
     def forward_torchscript(self, net_input: dict) -> dict:
         """Called by fairseq in generation: encode a batch, at its positions if it has them."""
-        given = {k: v for k, v in net_input.items() if k in ("src_tokens", "src_lengths")}
-        return self.forward(**given, positions=net_input.get("src_positions"))
+        source = {k: v for k, v in net_input.items() if k in ("src_tokens", "src_lengths")}
+        return self.forward(**source, positions=net_input.get("src_positions"))
 
     def reorder_encoder_out(self, encoder_out: dict, new_order: Tensor) -> dict:
         """Called by fairseq in beam search: select the rows ``new_order`` (B',)."""
-        found = super().reorder_encoder_out(encoder_out, new_order)
+        reordered = super().reorder_encoder_out(encoder_out, new_order)
         positions = [p.index_select(0, new_order) for p in encoder_out.get("positions", [])]
-        return {**found, "positions": positions}
+        return {**reordered, "positions": positions}
 
 
 class Decoder(TransformerDecoderBase):
@@ -125,7 +131,9 @@ class Decoder(TransformerDecoderBase):
     def __init__(
         self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, options: Any, **keywords: Any
     ) -> None:
-        self._options, self._layer_count = options, count()
+        self._options = options
+        self._layer_count = count()
+        # a language model has flat options, whose names have no section
         check_stack(options, cfg.decoder.layers, "decoder" if options is cfg.decoder else "")
         if getattr(cfg, "cross", None) is not None:
             check_stack(cfg.cross, cfg.decoder.layers, "cross")
@@ -153,6 +161,7 @@ class Decoder(TransformerDecoderBase):
         """
         if positions is not None and incremental_state is not None:
             raise ValueError("explicit positions are not supported in incremental decoding")
+        # a language model passes its memories as encoder_out, which has no positions
         of_source = (encoder_out or {}).get("positions", [])
         begin_pass(self, positions, of_source[0] if of_source else None)
         return super().forward(
@@ -162,7 +171,10 @@ class Decoder(TransformerDecoderBase):
     def extract_features(
         self, *rest: Any, full_context_alignment: bool = False, **keywords: Any
     ) -> tuple[Tensor, dict]:
-        """Compute features as fairseq does, without attention to later tokens."""
+        """Compute features as fairseq does, without attention to later tokens.
+
+        Raises: ValueError for ``full_context_alignment``, which asks for later tokens.
+        """
         if full_context_alignment:
             raise ValueError(
                 "full_context_alignment is not supported: LRPE decoders are always causal"
@@ -186,7 +198,7 @@ def carrying_states(layer: nn.Module, fc2: nn.Module) -> nn.Module:
     """Let the layer's attention update the states of its encoding after ``fc2``, if it has some."""
     attention = layer.self_attn
     if attention.encoding.has_states:
-        attention.update = attention.encoding.update()
+        attention.update = attention.encoding.update()  # every layer has weights of its own
         fc2.register_forward_hook(attention.advance)
     return fc2
 
@@ -194,20 +206,22 @@ def carrying_states(layer: nn.Module, fc2: nn.Module) -> nn.Module:
 def begin_stack(stack: nn.Module, cfg: Any, width: int) -> None:
     """Build a ``--tree-embedding``; let it and all attention of a stack read one :class:`Given`.
 
-    No layer reads the states after the last update, which is removed.
+    Raises: ChoiceError for activation checkpointing of layers that pass states on.
     """
     if getattr(cfg, "tree_embedding", False):  # older checkpoints and other models lack it
         stack.embed_positions = TreeEmbedding(width)
-    own = [part for part in stack.modules() if isinstance(part, MultiheadAttention)]
-    updating = [attention for attention in own if attention.update is not None]
+    ours = [part for part in stack.modules() if isinstance(part, MultiheadAttention)]
+    updating = [attention for attention in ours if attention.update is not None]
     if updating:
         if cfg.checkpoint_activations:
             raise ChoiceError(
                 f"--checkpoint-activations recomputes single layers, but the layers of "
                 f"{updating[0].encoding.name!r} pass states on: leave it out"
             )
-        updating[-1].update = None
-    stack.given, stack.codes = Given(one_sided=True), _codes(stack)
+        updating[-1].update = None  # no layer would read its states
+    stack.given = Given(one_sided=True)
+    stack.noises = _noises(stack)
+    # self-attention, cross-attention and a tree embedding
     for module in stack.modules():
         if hasattr(module, "given"):
             module.given = stack.given
@@ -218,43 +232,50 @@ def begin_pass(
 ) -> None:
     """Set the positions of the next forward pass of a stack; let it draw new noise in training.
 
-    SPE's shared noise is drawn by the first layer that runs, whichever LayerDrop leaves.
+    Noise that layers share is drawn by the first layer that runs, whichever LayerDrop leaves.
     """
-    stack.given.positions, stack.given.memory_positions = positions, memory_positions
+    stack.given.positions = positions
+    stack.given.memory_positions = memory_positions
     stack.given.states = None
     if stack.training:
-        for code in stack.codes:
-            code.drawn = None
+        for noise in stack.noises:
+            noise.drawn = None
 
 
-def _codes(module: nn.Module) -> list[nn.Module]:
-    """Return the codes of SPE in a module, which hold the noise of a pass."""
-    return [part.code for part in module.modules() if isinstance(part, SPE)]
+def _noises(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of a module that keep the noise of a pass, in the attribute ``drawn``."""
+    return [part for part in module.modules() if hasattr(part, "drawn")]
 
 
 OF_PASS = ("positions", "memory_positions", "query_padding", "starts", "drawn")
-"""Attributes of :class:`Given` and of SPE's codes that belong to one forward pass."""
+"""Attributes of :class:`Given` and of shared noise that belong to one forward pass."""
 
 
 def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     """Wrap ``layer`` as fairseq wraps its own, for activation checkpointing and for FSDP."""
     if cfg.checkpoint_activations:
+        # the backward pass runs the layer again, when the attributes are those of a later pass
         layer.forward = partial(_forward_of_pass, layer.forward)
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
         layer.register_forward_pre_hook(_with_pass, with_kwargs=True)
+    # as in fairseq: every checkpointed layer is sharded, however small
     smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
     return fsdp_wrap(layer, min_num_params=smallest)
 
 
-def _with_pass(layer: nn.Module, given: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict]:
+def _with_pass(layer: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict]:
     """Add the attributes OF_PASS to the arguments, which activation checkpointing stores."""
-    holders = [layer.self_attn.given, *_codes(layer)]
-    own = [(h, n, vars(h)[n]) for h in holders for n in OF_PASS if n in vars(h)]
-    return given, {**keywords, "of_pass": own}
+    attributes = [
+        (holder, name, vars(holder)[name])
+        for holder in (layer.self_attn.given, *_noises(layer))
+        for name in OF_PASS
+        if name in vars(holder)
+    ]
+    return inputs, {**keywords, "of_pass": attributes}
 
 
-def _forward_of_pass(forward: Callable, *given: Any, of_pass: list, **keywords: Any) -> Any:
+def _forward_of_pass(forward: Callable, *inputs: Any, of_pass: list, **keywords: Any) -> Any:
     """Compute a layer. A recomputation uses the attributes of its own pass, not of a later one."""
     for holder, name, value in of_pass:
         setattr(holder, name, value)
-    return forward(*given, **keywords)
+    return forward(*inputs, **keywords)

@@ -15,24 +15,22 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import option
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.layers import tokens_per_sample
+from lrpe_fairseq.errors import one_sentence_errors
 from lrpe_fairseq.models.checks import (
     check_probabilities,
     check_pruning_of_heads,
     check_quantization_blocks,
     check_sizes,
 )
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Encoder
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.patches import fit_positions
+from lrpe_fairseq.models.presets import defaults
 from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
@@ -90,7 +88,7 @@ class MaskedLMEncoder(RobertaEncoder):
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Module) -> Encoder:
         """Called by fairseq's constructor."""
         encoder = Encoder(TransformerConfig.from_namespace(args), dictionary, embed_tokens, args)
-        encoder.apply(init_bert_params)
+        encoder.apply(init_bert_params)  # before weights are shared, which it would draw twice
         share_across_layers(encoder)
         return encoder
 
@@ -113,12 +111,19 @@ class LRPERobertaModel(BooleanFlags, Prunable, RobertaModel):
         """
         refuse_unrelated_processes()
         if args.max_positions is None:
-            args.max_positions = task.max_positions() or 512
+            args.max_positions = task.max_positions() or 512  # kept in the checkpoint
+        # a copy without the structure of the class, which lacks the next option
         options = OmegaConf.create(dict(args)) if OmegaConf.is_config(args) else args
         options.tokens_per_sample = tokens_per_sample(getattr(task, "cfg", None))
         with one_sentence_errors():
-            sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
-            check_sizes(options, *(f"encoder_{name}" for name in sizes), "max_positions")
+            check_sizes(
+                options,
+                "encoder_layers",
+                "encoder_embed_dim",
+                "encoder_ffn_embed_dim",
+                "encoder_attention_heads",
+                "max_positions",
+            )
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
             check_pruning_of_heads(options)

@@ -19,14 +19,19 @@ class SharedBatchNorm(nn.BatchNorm1d):
     def forward(self, rows: Tensor) -> Tensor:
         """Normalize rows (N, C), float32 or wider."""
         alone = get_global_world_size() == 1
+        # a single row has no variance
         if not self.training or (alone and len(rows) == 1):
-            own = self.running_mean, self.running_var, self.weight, self.bias
-            return F.batch_norm(rows, *own, eps=self.eps)
+            return F.batch_norm(
+                rows, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
         if alone:
             return super().forward(rows)
+        # sums and the number of rows in one message
         count = rows.new_tensor([len(rows)])
         total = Sum.apply(torch.cat([rows.sum(0), count]))
-        mean, count = total[:-1] / total[-1], total[-1].detach()
+        mean = total[:-1] / total[-1]
+        count = total[-1].detach()
+        # around the mean of all processes, so that nothing cancels; a second message
         variance = Sum.apply((rows - mean).square().sum(0)) / count
         self._remember(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         return (rows - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias

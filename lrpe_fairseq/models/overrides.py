@@ -18,10 +18,10 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, open_dict
 
-from lrpe_fairseq.compat import replace_once
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.errors import did_you_mean, refuse
-from lrpe_fairseq.models.checks import warn_about_other_attention
-from lrpe_fairseq.models.options import options_of
+from lrpe_fairseq.models.flags import options_of
+from lrpe_fairseq.models.resumption import warn_about_other_attention
 
 HUB_NAMES = ("data", "generation_args", "is_vocoder", "user_dir")
 """Names that ``from_pretrained`` passes in addition to options."""
@@ -38,6 +38,7 @@ def _override(original: Callable, config: DictConfig, overrides: dict[str, Any])
         _refuse_unknown_names(config, family, overrides)
         warn_about_other_attention(config.model, overrides)
     original(config, overrides)
+    # fairseq has set flat names in every section that has them; the rest is ours
     if family is not None:
         with open_dict(config):
             _override_sections(config.model, family, overrides)
@@ -72,6 +73,7 @@ def _override_sections(model: DictConfig, family: type, overrides: dict[str, Any
         section, _, name = option.partition(".")
         if name and f"{section}_{name}" in overrides:
             value = overrides[f"{section}_{name}"]
+            # on the command line the option is text with commas, in a section a list
             if name == "layers_to_keep" and isinstance(value, str):
                 value = [int(layer) for layer in value.split(",")]
             model[section][name] = value
@@ -79,6 +81,7 @@ def _override_sections(model: DictConfig, family: type, overrides: dict[str, Any
 
 def _refuse_unknown_names(config: DictConfig, family: type, overrides: dict[str, Any]) -> None:
     """Stop if a name overrides nothing; a Namespace in the configuration accepts every name."""
+    # ``in`` is false for a key whose value is missing
     if any(isinstance(config[key], Namespace) for key in config if key in config):
         return
     model = {name.replace(".", "_") for name, _ in options_of(family)}
@@ -102,4 +105,4 @@ def _known_to_fairseq() -> Iterator[str]:
     """Yield the options of fairseq's sections and of its tokenizers, BPE, criteria and so on."""
     registered = (r["dataclass_registry"].values() for r in REGISTRIES.values())
     for part in filter(is_dataclass, chain([FairseqConfig], *registered)):
-        yield from (own.name for _, own in options_of(part))
+        yield from (option.name for _, option in options_of(part))

@@ -40,8 +40,11 @@ class Patches(nn.Module):
 
     def __init__(self, width: int, pad: int, patch: int, columns: int, channels: int) -> None:
         super().__init__()
-        self.embedding_dim, self.padding_idx = width, pad
-        self.patch, self.columns, self.channels = patch, columns, channels
+        self.embedding_dim = width
+        self.padding_idx = pad
+        self.patch = patch
+        self.columns = columns
+        self.channels = channels
         self.linear = nn.Linear(channels * patch * patch, width)
 
 
@@ -63,14 +66,18 @@ class Pixels(Patches):
         channels: int = 1,
     ) -> None:
         super().__init__(width, pad, patch, columns, channels)
-        self.mean, self.std = mean, std
+        self.mean = mean
+        self.std = std
 
     def cells(self, inputs: Tensor) -> Tensor:
         """Return the ids (B, T, N) of ``inputs``, ids (B, numbers).
 
         Raises: ChoiceError if an image does not consist of whole patches.
         """
-        p, columns, channels = self.patch, self.columns, self.channels
+        p = self.patch
+        columns = self.columns
+        channels = self.channels
+        # one row of patches; single pixels need no rows, so that images of any width are read
         band = channels * (columns * p * p if p > 1 else 1)
         real = inputs.ne(self.padding_idx).sum(1)
         if inputs.shape[1] % band or (real % band).any():
@@ -82,7 +89,7 @@ class Pixels(Patches):
             )
         if p == 1:
             return inputs.view(len(inputs), -1, channels)
-        rows = inputs.view(len(inputs), -1, p, columns, p * channels)
+        rows = inputs.view(len(inputs), -1, p, columns, p * channels)  # B rows p columns (p N)
         return rows.transpose(2, 3).flatten(3).flatten(1, 2)
 
     def shape(self, cells: Tensor) -> Tensor:
@@ -91,6 +98,7 @@ class Pixels(Patches):
 
     def forward(self, cells: Tensor) -> Tensor:
         """Embed the ids of :meth:`cells`."""
+        # ids are in the order of the values, as data-prep writes the dictionary
         value = (cells - BLACK).to(self.linear.weight.dtype) / 255
         return self.linear((value - self.mean) / self.std)
 
@@ -99,8 +107,12 @@ class Images(Patches):
     """Normalized images in color, (B, 3, R, C), of one size: no padding."""
 
     def cells(self, inputs: Tensor) -> Tensor:
-        """Return the numbers (B, T, 3 p p) of each patch, channel by channel; see Pixels."""
-        p, (height, width) = self.patch, inputs.shape[-2:]
+        """Return the numbers (B, T, 3 p p) of each patch, channel by channel; see Pixels.
+
+        Raises: ChoiceError if the image does not consist of whole patches.
+        """
+        p = self.patch
+        height, width = inputs.shape[-2:]
         if height % p or width != p * self.columns:
             raise ChoiceError(
                 f"an image of {width} x {height} pixels is not made of rows of {self.columns} "
@@ -120,13 +132,20 @@ class Images(Patches):
 
 def build_patches(options: Any, width: int, pad: int) -> Patches:
     """Return the embedding of ``--input pixels`` or ``--input image``."""
-    shape = width, pad, options.patch, options.grid_width
     if str(options.input) == "image":
-        images = Images(*shape, COLORS)
+        images = Images(width, pad, options.patch, options.grid_width, channels=COLORS)
         grid = torch.tensor([options.grid_height, options.grid_width])
         images.register_buffer("grid", grid)  # that of learned positions, for other sizes
         return images
-    return Pixels(*shape, options.pixel_mean, options.pixel_std, options.channels)
+    return Pixels(
+        width,
+        pad,
+        options.patch,
+        options.grid_width,
+        mean=options.pixel_mean,
+        std=options.pixel_std,
+        channels=options.channels,
+    )
 
 
 def init_positions(positions: nn.Module | None) -> None:
@@ -144,24 +163,27 @@ def fit_positions(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> 
         contain its grid, the grid is square.
     Raises: Refusal if it has fewer positions than a text may have tokens.
     """
-    embedder, positions = encoder.embed_tokens, f"{prefix}embed_positions.weight"
+    embedder = encoder.embed_tokens
+    positions = f"{prefix}embed_positions.weight"
     if not hasattr(embedder, "grid"):
-        own = encoder.embed_positions
-        if positions in state and isinstance(own, LearnedPositionalEmbedding):
-            state[positions] = _first(state[positions], own)
+        embedding = encoder.embed_positions
+        if positions in state and isinstance(embedding, LearnedPositionalEmbedding):
+            state[positions] = _first(state[positions], embedding)
         return
-    own, name = embedder.grid, f"{prefix}embed_tokens.grid"
-    _fit_rotations(encoder, state, prefix)
+    grid = embedder.grid
+    name = f"{prefix}embed_tokens.grid"
+    _fit_rotations(encoder, state, prefix)  # before the grid of the state is replaced
     if (table := state.get(positions)) is not None:
         first = encoder.embed_positions.padding_idx + 1
         side = math.isqrt(len(table) - first)
-        known = state.get(name, own.new_tensor([side, side]))
-        if known.tolist() != own.tolist():
-            cells = table[first:].float().unflatten(0, known.tolist()).movedim(-1, 0)
-            fitted = F.interpolate(cells[None], own.tolist(), mode="bicubic")[0]
+        saved = state.get(name, grid.new_tensor([side, side]))
+        if saved.tolist() != grid.tolist():
+            # rows H W C -> an image C H W, whose channels are interpolated
+            cells = table[first:].float().unflatten(0, saved.tolist()).movedim(-1, 0)
+            fitted = F.interpolate(cells[None], grid.tolist(), mode="bicubic")[0]
             rows = fitted.flatten(1).T.to(table.dtype)
             state[positions] = torch.cat([table[:first], rows])
-    state[name] = own
+    state[name] = grid
 
 
 def _fit_rotations(encoder: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
@@ -181,9 +203,10 @@ def _fit_rotations(encoder: nn.Module, state: dict[str, Tensor], prefix: str) ->
             state.setdefault(f"{prefix}{name}.grid", trained)
 
 
-def _first(table: Tensor, own: nn.Embedding) -> Tensor:
-    """Return as many learned positions of ``table`` as the module ``own`` has."""
-    rows, first = len(own.weight), own.padding_idx + 1
+def _first(table: Tensor, embedding: nn.Embedding) -> Tensor:
+    """Return as many learned positions of ``table`` as ``embedding`` has."""
+    rows = len(embedding.weight)
+    first = embedding.padding_idx + 1
     if len(table) < rows:
         refuse(
             f"the checkpoint has learned positions for {len(table) - first} tokens, and inputs of "
@@ -199,7 +222,8 @@ def fit_grid(options: Any, task: Any) -> None:
     """
     if str(options.input) != "image" or getattr(task, "image_size", None) is None:
         return
-    sides, patch = rows_and_columns(task.image_size), options.patch
+    sides = rows_and_columns(task.image_size)
+    patch = options.patch
     grid = [side // patch for side in sides]
     if any(side % patch for side in sides):
         raise ChoiceError(

@@ -7,7 +7,7 @@ has more layers than the model.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fairseq.trainer import Trainer
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from lrpe_fairseq import patterns
+from lrpe_fairseq.compat.patching import replace_method
 from lrpe_fairseq.errors import refuse
 
 SIDES = ("encoder", "decoder")
@@ -32,23 +33,25 @@ class Prunable(nn.Module):
         the options of ``model_cfg``.
         """
         if model_cfg is not None:
+            # fairseq's pruning needs any name of a model
             model_cfg = DictConfig({"_name": "lrpe", **self._to_prune(state_dict, model_cfg)})
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
     def _to_prune(self, state_dict: dict, cfg: Any) -> dict[str, str | None]:
         """Return fairseq's options for the layers of ``state_dict`` that this model has."""
-        own = [name for name, _ in self.named_parameters()]
-        found: dict[str, list[int]] = {}
+        parameters = [name for name, _ in self.named_parameters()]
+        kept_of: dict[str, list[int]] = {}
         pruned = False
         for side in SIDES:
             layers = count_layers(state_dict, side)
             listed = kept_layers(cfg, side)
-            more = layers > count_layers(own, side) and listed is not None
-            found[side] = patterns.kept(listed, layers) if more else list(range(layers))
+            # a checkpoint of the pruned model has as many layers, and is loaded as it is
+            more = layers > count_layers(parameters, side) and listed is not None
+            kept_of[side] = patterns.kept(listed, layers) if more else list(range(layers))
             pruned = pruned or more
         return {
             f"{side}_layers_to_keep": ",".join(map(str, kept)) if pruned and kept else None
-            for side, kept in found.items()
+            for side, kept in kept_of.items()
         }
 
 
@@ -59,8 +62,9 @@ def is_ours(model: Any) -> bool:
 
 def count_layers(names: Iterable[str], side: str) -> int:
     """Count the layers of the encoder or the decoder in the names of weights."""
+    # the encoder of lrpe_roberta is nested: encoder.sentence_encoder.layers.0
     layer = re.compile(rf"^{side}\.(?:\w+\.)*?layers\.(\d+)\.")
-    return len({found.group(1) for found in map(layer.match, names) if found})
+    return len({match.group(1) for match in map(layer.match, names) if match})
 
 
 def stack_of(cfg: Any, side: str) -> tuple[Any, str]:
@@ -85,6 +89,7 @@ def built_options(model: dict[str, Any]) -> dict[str, Any]:
     for side in SIDES:
         if kept_layers(cfg, side):
             options, prefix = stack_of(cfg, side)
+            # cross-attention has a pattern over the layers of the decoder
             cross = getattr(cfg, "cross", None) if side == "decoder" else None
             prune_stack(options, prefix, [options, cross])
     return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
@@ -97,7 +102,8 @@ def as_built(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any
     If the training prunes and the options of the checkpoint say nothing of it, the checkpoint is
     pruned when it is loaded, or an older version wrote it after pruning without recording it.
     """
-    saved, training = _config(before), _config(now)
+    saved = _config(before)
+    training = _config(now)
     for side in SIDES:
         listed = kept_layers(training, side)
         options, prefix = stack_of(saved, side)
@@ -119,7 +125,8 @@ def prune_stack(cfg: Any, prefix: str, patterned: list[Any]) -> None:
     prefix: of ``layers`` and ``layers_to_keep`` in ``cfg``. patterned: the options with patterns
     over this stack; None is skipped. Raises: ChoiceError for a layer that is not there.
     """
-    layers, listed = getattr(cfg, f"{prefix}layers"), getattr(cfg, f"{prefix}layers_to_keep")
+    layers = getattr(cfg, f"{prefix}layers")
+    listed = getattr(cfg, f"{prefix}layers_to_keep")
     for options in patterned:
         if options is not None:
             keep_patterns(options, layers, listed)
@@ -139,25 +146,23 @@ def keep_patterns(options: Any, layers: int, listed: Any) -> None:
     for name in patterns.OPTIONS:
         pattern = getattr(options, name, "0")
         if len(patterns.values(pattern)) > 1:
+            # in full: what is left of a pattern may not repeat
             every = patterns.over_layers(pattern, layers)
             setattr(options, name, ",".join(every[layer] for layer in indices))
 
 
 def record_built_options() -> None:
     """Let checkpoints of our models have the options of what was built. Once."""
-    original = Trainer.state_dict
-    if getattr(original, "records", False):
-        return
+    replace_method(Trainer, "state_dict", _state_of_built_model)
 
-    def state_dict(self: Trainer) -> dict[str, Any]:
-        state = original(self)
-        model = state["cfg"].get("model") if isinstance(state["cfg"], dict) else None
-        if isinstance(model, dict) and is_ours(model):
-            state["cfg"] = {**state["cfg"], "model": built_options(model)}
-        return state
 
-    state_dict.records = True
-    Trainer.state_dict = state_dict
+def _state_of_built_model(original: Callable, self: Trainer) -> dict[str, Any]:
+    state = original(self)
+    model = state["cfg"].get("model") if isinstance(state["cfg"], dict) else None
+    if isinstance(model, dict) and is_ours(model):
+        # a copy: the trainer's own configuration stays as it was asked for
+        state["cfg"] = {**state["cfg"], "model": built_options(model)}
+    return state
 
 
 def complete_pruned(path: str, state: dict[str, Any]) -> None:
@@ -169,15 +174,18 @@ def complete_pruned(path: str, state: dict[str, Any]) -> None:
     if not isinstance(model, DictConfig) or not is_ours(model):
         return
     for side in SIDES:
-        layers, found = model.get(f"{side}_layers"), count_layers(state.get("model") or (), side)
-        if not layers or not 0 < found < layers or kept_layers(model, side):
+        layers = model.get(f"{side}_layers")
+        saved = count_layers(state.get("model") or (), side)
+        if not layers or not 0 < saved < layers or kept_layers(model, side):
             continue
         unknown = [n for n in patterns.OPTIONS if len(patterns.values(model.get(n, "0"))) > 1]
         if unknown:
-            given = ", ".join([f"'{side}_layers': {found}", *(f"'{n}': '...'" for n in unknown)])
+            overrides = ", ".join(
+                [f"'{side}_layers': {saved}", *(f"'{n}': '...'" for n in unknown)]
+            )
             refuse(
-                f"{path} has {found} of {layers} layers and does not say which: pass "
-                f'--model-overrides "{{{given}}}" with the values of these layers'
+                f"{path} has {saved} of {layers} layers and does not say which: pass "
+                f'--model-overrides "{{{overrides}}}" with the values of these layers'
             )
         with open_dict(model):
-            model[f"{side}_layers"] = found
+            model[f"{side}_layers"] = saved

@@ -49,7 +49,8 @@ class SegmentMemory:
     """
 
     def __init__(self, length: int, layers: int) -> None:
-        self.length, self.layers = length, layers
+        self.length = length
+        self.layers = layers
         self._pasts: dict[bool, dict[int, Past]] = {True: {}, False: {}}
         self._loaded: dict[int, Past] = {}  # from a checkpoint: of all processes
 
@@ -59,11 +60,14 @@ class SegmentMemory:
         It is empty at the start of the streams and, with a warning, if the text stored last does
         not precede the segment.
         """
-        blocks, stream = segment["blocks"], segment["stream"]
+        blocks = segment["blocks"]
+        stream = segment["stream"]
         kept = self._pasts[training].get(stream)
+        # after a resumption the streams may be read by other processes than before
         if kept is None and training:
             kept = self._loaded.get(stream)
         rows = len(blocks)
+        # the last segments of the streams may be fewer rows than those before
         if kept is not None and kept.blocks[:rows] == blocks and not segment["first"]:
             documents = None if kept.documents is None else kept.documents[:rows].to(like.device)
             return Past(blocks, kept.inputs[:, :, :rows].to(like), documents)
@@ -81,6 +85,7 @@ class SegmentMemory:
         new = torch.stack([x.detach()[-self.length :] for x in inputs])
         old = past.inputs[:, max(0, past.inputs.shape[1] + new.shape[1] - self.length) :]
         documents = _documents(segment, past)
+        # a clone, because a view keeps the whole row alive
         documents = None if documents is None else documents[:, -self.length :].clone()
         following = [block + 1 for block in segment["blocks"]]
         kept = Past(following, torch.cat([old, new], 1), documents)
@@ -116,9 +121,10 @@ def with_documents(segment: Segment, past: Past, starts: Tensor) -> Segment:
 
 def _documents(segment: Segment, past: Past) -> Tensor | None:
     """Document indices of the past, 0 if they are unknown, and of the segment: (B, M+T)."""
-    own, before = segment.get("documents"), past.documents
-    if own is None:
+    documents = segment.get("documents")
+    before = past.documents
+    if documents is None:
         return None
     if before is None:
-        before = own.new_zeros(len(own), past.inputs.shape[1])
-    return torch.cat([before, own], 1)
+        before = documents.new_zeros(len(documents), past.inputs.shape[1])
+    return torch.cat([before, documents], 1)

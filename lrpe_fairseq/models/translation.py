@@ -14,24 +14,21 @@ from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecBaseConfig
 from torch import Tensor, nn
 
+from lrpe_fairseq.compat.processes import refuse_unrelated_processes
 from lrpe_fairseq.encodings.core.options import flag_of, option
 from lrpe_fairseq.encodings.core.sharing import share_across_layers, share_across_stacks
 from lrpe_fairseq.encodings.fidelity import UNIT_EMBEDDINGS, parse_departures
-from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors, refuse
 from lrpe_fairseq.models.checks import (
     STOCK,
     check_node_positions,
     check_translation,
     has_stock_cross,
 )
+from lrpe_fairseq.models.flags import BooleanFlags
 from lrpe_fairseq.models.layers import Decoder, Encoder
-from lrpe_fairseq.models.options import (
-    AttentionOptions,
-    BooleanFlags,
-    defaults,
-    one_sentence_errors,
-    refuse_unrelated_processes,
-)
+from lrpe_fairseq.models.options import AttentionOptions
+from lrpe_fairseq.models.presets import defaults
 from lrpe_fairseq.models.pruning import Prunable, prune_stack
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 from lrpe_fairseq.patterns import over_layers
@@ -79,20 +76,21 @@ class LRPETransformerConfig(TransformerConfig):
         """
         if not isinstance(args, Namespace):
             return args
-        given = {}
-        for own in fields(cls):
-            if is_dataclass(own.type):
-                given[own.name] = _built(own.type, vars(args), f"{own.name}_")
-            elif hasattr(args, own.name):
-                given[own.name] = getattr(args, own.name)
-        return cls(**given)
+        values = {}
+        for declared in fields(cls):
+            if is_dataclass(declared.type):
+                values[declared.name] = _built(declared.type, vars(args), f"{declared.name}_")
+            elif hasattr(args, declared.name):
+                values[declared.name] = getattr(args, declared.name)
+        return cls(**values)
 
 
 def _built(config: type, options: dict[str, Any], prefix: str) -> Any:
     """Return an instance of ``config`` from the ``options`` that it has and that are resolved."""
-    names = [own.name for own in fields(config) if prefix + own.name in options]
-    given = {name: options[prefix + name] for name in names}
-    return config(**{name: v for name, v in given.items() if not str(v).startswith("${")})
+    names = [option.name for option in fields(config) if prefix + option.name in options]
+    values = {name: options[prefix + name] for name in names}
+    # a default such as ${task.max_source_positions} is resolved later, by omegaconf
+    return config(**{name: v for name, v in values.items() if not str(v).startswith("${")})
 
 
 @defaults(**TINY)
@@ -123,7 +121,7 @@ class LRPETransformer(BooleanFlags, Prunable, TransformerModelBase):
     def build_model(cls, cfg: Any, task: Any) -> "LRPETransformer":
         """Build from a configuration or a flat Namespace."""
         refuse_unrelated_processes()
-        cfg = getattr(cls, "__dataclass").from_namespace(cfg)
+        cfg = getattr(cls, "__dataclass").from_namespace(cfg)  # set by register_model
         with one_sentence_errors():
             keep_layers(cfg)
             check_cross_options(cfg)
@@ -131,6 +129,7 @@ class LRPETransformer(BooleanFlags, Prunable, TransformerModelBase):
             model = super().build_model(cfg, task)
             check_node_positions(model, task)
             widen_embeddings(cfg, model)
+            # after all layers are built: one layer owns what the others share
             share_across_layers(model.encoder)
             share_across_layers(model.decoder)
             share_across_stacks(model)
@@ -175,11 +174,14 @@ class LRPETransformer(BooleanFlags, Prunable, TransformerModelBase):
         )
 
     def prepare_for_inference_(self, cfg: Any) -> None:
-        """Called by fairseq before inference."""
+        """Called by fairseq before inference.
+
+        Raises: Refusal if weights of linear cross-attention are asked for.
+        """
         options = cfg.generation
         aligns = options.print_alignment or options.replace_unk is not None
-        found = over_layers(self.cfg.cross.attention_type, len(self.decoder.layers))
-        if aligns and found[-1] == "linear":
+        types = over_layers(self.cfg.cross.attention_type, len(self.decoder.layers))
+        if aligns and types[-1] == "linear":
             refuse(
                 "--print-alignment and --replace-unk need the weights of cross-attention, which "
                 "--cross-attention-type linear does not have"
@@ -193,15 +195,18 @@ class LRPETransformerTiny(LRPETransformer):
 
 
 def check_cross_options(cfg: Any) -> None:
-    """Refuse options of cross-attention if it is fairseq's own, which reads none of them."""
+    """Refuse options of cross-attention if it is fairseq's own, which reads none of them.
+
+    Raises: ChoiceError for the first option that would be ignored.
+    """
     options = getattr(cfg, "cross", None)
     if options is None or not has_stock_cross(cfg):
         return
-    for own in fields(CrossOptions):
-        value = getattr(options, own.name, own.default)
-        if own.name not in STOCK and str(value) != str(own.default):
+    for declared in fields(CrossOptions):
+        value = getattr(options, declared.name, declared.default)
+        if declared.name not in STOCK and str(value) != str(declared.default):
             raise ChoiceError(
-                f"{flag_of('cross_' + own.name)} {value} would be ignored by fairseq's own "
+                f"{flag_of('cross_' + declared.name)} {value} would be ignored by fairseq's own "
                 "cross-attention: leave it out, or choose --cross-position-encoding or "
                 "--cross-attention-type"
             )
@@ -209,7 +214,8 @@ def check_cross_options(cfg: Any) -> None:
 
 def share_tree_embedding(model: TransformerModelBase) -> None:
     """Let encoder and decoder have the same Tree-SQ weights, if both have as many."""
-    source, target = model.encoder.embed_positions, model.decoder.embed_positions
+    source = model.encoder.embed_positions
+    target = model.decoder.embed_positions
     if isinstance(source, TreeEmbedding) and source.width == target.width:
         target.weight = source.weight
 
@@ -227,10 +233,10 @@ def widen_embeddings(cfg: Any, model: nn.Module) -> None:
 
     They are multiplied, so that all other weights are those of the same seed without it.
     """
-    found = {}
+    weights = {}  # by id, because both sides may have the same
     for stack, options in ((model.encoder, cfg.encoder), (model.decoder, cfg.decoder)):
         drawn = isinstance(stack.embed_tokens, nn.Embedding) and not options.embed_path
         if drawn and UNIT_EMBEDDINGS in parse_departures(options.fidelity):
-            found[id(stack.embed_tokens.weight)] = stack.embed_tokens.weight
-    for weight in found.values():
+            weights[id(stack.embed_tokens.weight)] = stack.embed_tokens.weight
+    for weight in weights.values():
         weight.data.mul_(weight.shape[1] ** 0.5)

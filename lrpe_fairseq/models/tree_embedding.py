@@ -35,7 +35,8 @@ class TreeEmbedding(nn.Module):
         super().__init__()
         if width < STEPS * BRANCHES:
             raise ChoiceError(f"--tree-embedding needs a width of at least {STEPS * BRANCHES}")
-        self.width, self.decays = width, width // (STEPS * BRANCHES)
+        self.width = width
+        self.decays = width // (STEPS * BRANCHES)
         self.weight = nn.Parameter(torch.empty(self.decays).uniform_(0.7, 0.999))
         self.given = Given()
         self.max_positions = sys.maxsize  # read by fairseq: no limit
@@ -45,9 +46,11 @@ class TreeEmbedding(nn.Module):
         positions = self.given.positions
         if positions is None:
             raise ValueError("--tree-embedding needs the positions of the nodes")
+        # powers of a decay lose digits in half precision
         a = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)).tanh()
         powers = torch.arange(STEPS, device=a.device).view(-1, 1, 1)
         scaled = a**powers * (self.decays * (1 - a.square()) / 2).sqrt()  # steps 1 n
+        # B T steps branches n -> B T (steps branches n)
         embedded = (paths(positions).unsqueeze(-1) * scaled).flatten(2)
         return F.pad(embedded, (0, self.width - embedded.shape[2])).to(self.weight.dtype)
 
@@ -60,6 +63,7 @@ def paths(codes: Tensor) -> Tensor:
     steps = []
     for _ in range(STEPS):
         branch = F.one_hot(nodes.branch(codes, BRANCHES), BRANCHES)
+        # beyond the root the code is 0, and its branch means nothing
         steps.append(branch * (codes > 0).unsqueeze(-1))
         codes = nodes.parent(codes, BRANCHES)
     return torch.stack(steps, dim=-2)

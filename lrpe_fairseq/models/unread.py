@@ -43,8 +43,11 @@ def reset_unread(config: Any, usual: Mapping[str, Any]) -> None:
 def _stacks(config: Any) -> Iterator[tuple[str, Any, int]]:
     """Yield the section, the options of attention and the number of layers of every stack."""
     if hasattr(config, "encoder") and hasattr(config, "decoder"):
-        sizes = {"encoder": config.encoder.layers, "decoder": config.decoder.layers}
-        sizes["cross"] = config.decoder.layers
+        sizes = {
+            "encoder": config.encoder.layers,
+            "decoder": config.decoder.layers,
+            "cross": config.decoder.layers,  # one in every layer of the decoder
+        }
         for section, layers in sizes.items():
             part = getattr(config, section, None)
             if part is not None:
@@ -65,14 +68,20 @@ def _of_unbuilt(part: Any, usual: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cut_patterns(part: Any, layers: int) -> dict[str, str]:
     """Return the patterns of a stack without the values that no layer has."""
-    found = {name: patterns.values(getattr(part, name, "0")) for name in patterns.OPTIONS}
-    return {name: ",".join(each[:layers]) for name, each in found.items() if len(each) > layers}
+    pattern_of = {name: patterns.values(getattr(part, name, "0")) for name in patterns.OPTIONS}
+    return {
+        name: ",".join(each[:layers]) for name, each in pattern_of.items() if len(each) > layers
+    }
 
 
 def _impossible(part: Any) -> dict[str, Any]:
     """Return the defaults of options with values that the parser refuses and nothing reads."""
     known = options_of_encodings()
-    unread = {n: known[n].default for n, v in unread_options(part).items() if _fails(known[n], v)}
+    unread = {
+        name: known[name].default
+        for name, value in unread_options(part).items()
+        if _fails(known[name], value)
+    }
     if getattr(part, "context_scaling", "") == "none" and getattr(part, "context_length", 0):
         unread["context_length"] = known["context_length"].default
     if abs(getattr(part, "encoding_seed", 0)) * 1000 > LARGEST_SEED:  # no generator takes it
@@ -87,9 +96,9 @@ def _of_pixels(part: Any) -> dict[str, float]:
     return {name: usual for name, usual in OF_PIXELS.items() if getattr(part, name) != usual}
 
 
-def _fails(own: Field, value: Any) -> bool:
+def _fails(declared: Field, value: Any) -> bool:
     try:
-        check_option(own, value)
+        check_option(declared, value)
     except ChoiceError:
         return True
     return False

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fairseq.models import register_model
 
 from lrpe_fairseq.models.classifier import LRPEClassifier, LRPEClassifierConfig
-from lrpe_fairseq.models.options import defaults
+from lrpe_fairseq.models.presets import defaults
 
 
 @defaults(

@@ -1,13 +1,13 @@
 """Weight decay: ``lrpe_adam``, and parameters that fairseq's ``adam`` does not decay."""
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 from fairseq.optim import register_optimizer
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 from torch import nn
 
+from lrpe_fairseq.compat.patching import replace_method
 from lrpe_fairseq.errors import refuse
 
 
@@ -42,6 +42,7 @@ def groups(
     """Return torch's two parameter groups: those that are decayed and those that are not."""
     params = list(params)
     kept = [p for p in params if not decayed(p)]
+    # a group has the optimizer's own decay unless it says another
     return [{"params": [p for p in params if decayed(p)]}, {"params": kept, "weight_decay": 0.0}]
 
 
@@ -50,22 +51,22 @@ def spare_marked_parameters() -> None:
 
     Trap: ``--fp16`` without ``--fp16-no-flatten-grads`` joins them with all others and decays them.
     """
-    start, load = FairseqAdam.__init__, FairseqAdam.load_state_dict
+    replace_method(FairseqAdam, "__init__", _start_sparing)
+    replace_method(FairseqAdam, "load_state_dict", _load_sparing)
 
-    @wraps(start)
-    def spare(self: FairseqAdam, cfg: Any, params: Iterable[Any]) -> None:
-        params = list(params)
-        if any(_spared(p) for p in params if isinstance(p, nn.Parameter)):
-            params = groups(params, lambda p: not _spared(p))
-        start(self, cfg, params)
 
-    @wraps(load)
-    def keep_spared(self: FairseqAdam, *args: Any, **overrides: Any) -> None:
-        load(self, *args, **overrides)
-        for group in self.param_groups[1:]:
-            group["weight_decay"] = 0.0  # which --optimizer-overrides sets in all groups
+def _start_sparing(original: Callable, self: FairseqAdam, cfg: Any, params: Iterable[Any]) -> None:
+    params = list(params)
+    # they may be groups already, of a subclass such as LRPEAdam
+    if any(_spared(p) for p in params if isinstance(p, nn.Parameter)):
+        params = groups(params, lambda p: not _spared(p))
+    original(self, cfg, params)
 
-    FairseqAdam.__init__, FairseqAdam.load_state_dict = spare, keep_spared
+
+def _load_sparing(original: Callable, self: FairseqAdam, *args: Any, **overrides: Any) -> None:
+    original(self, *args, **overrides)
+    for group in self.param_groups[1:]:
+        group["weight_decay"] = 0.0  # which --optimizer-overrides sets in all groups
 
 
 def _mark(parameter: nn.Parameter) -> dict[str, Any] | None:

@@ -23,9 +23,12 @@ class LRPECosine(CosineLRSchedule):
         """Set the rate of an update and return it."""
         if num_updates < self.cfg.warmup_updates:
             return super().step_update(num_updates)
-        period, updates = self.cfg.lr_period_updates, self.cfg.max_update
+        period = self.cfg.lr_period_updates
+        updates = self.cfg.max_update
         whole = period if period > 0 else updates
-        low, part = self.cfg.min_lr, min(num_updates / whole, 1)
+        low = self.cfg.min_lr
+        # a training may go on after the schedule, at the lowest rate
+        part = min(num_updates / whole, 1)
         self.lr = low + 0.5 * (self.max_lr - low) * (1 + math.cos(math.pi * part))
         self.optimizer.set_lr(self.lr)
         return self.lr

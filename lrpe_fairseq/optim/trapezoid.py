@@ -61,7 +61,9 @@ class Trapezoid(FairseqLRScheduler):
     def step_update(self, num_updates: int) -> float:
         """Set the rate of the update after this many others and return it."""
         cfg = self.cfg
-        first, top = cfg.warmup_init_lr, cfg.lr[0]
+        first = cfg.warmup_init_lr
+        top = cfg.lr[0]
+        # n + 1: the first update has the first rate above zero
         rise = min(1.0, (num_updates + 1) / cfg.warmup_updates) if cfg.warmup_updates else 1.0
         fall = (cfg.max_update - num_updates) / (cfg.decay_share * cfg.max_update)
         self.optimizer.set_lr((first + (top - first) * rise) * max(0.0, min(1.0, fall)))

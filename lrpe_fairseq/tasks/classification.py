@@ -57,7 +57,10 @@ class ClassTask(FairseqTask):
     """A task whose targets are numbers of classes: ``cfg.num_classes``, ``dictionary``."""
 
     def build_criterion(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Refuse fairseq's default, which would divide the loss of an example by its tokens."""
+        """Refuse fairseq's default, which would divide the loss of an example by its tokens.
+
+        Raises: Refusal for a criterion of tokens.
+        """
         if cfg._name in PER_TOKEN:
             refuse(f"--criterion {cfg._name} is for texts: pass --criterion lrpe_classification")
         return super().build_criterion(cfg, from_checkpoint)
@@ -97,7 +100,8 @@ class LRPEClassificationTask(ClassTask):
 
     def __init__(self, cfg: ClassificationConfig, dictionary: Dictionary, pairs: bool) -> None:
         super().__init__(cfg)
-        self.dictionary, self.pairs = dictionary, pairs
+        self.dictionary = dictionary
+        self.pairs = pairs
 
     @classmethod
     def setup_task(cls, cfg: ClassificationConfig, **keywords: Any) -> "LRPEClassificationTask":
@@ -116,8 +120,10 @@ class LRPEClassificationTask(ClassTask):
         """Load a split; called by fairseq."""
         inputs = [self._stored(part, split) for part in INPUTS[: 2 if self.pairs else 1]]
         labels = self._labels(split, len(inputs[0]))
+        # of pairs: the first inputs were compared with the labels
         if any(len(other) != len(labels) for other in inputs):
             refuse(f"{self.cfg.data} has different numbers of inputs in {split}: prepare it again")
+        # the mean over no tokens is no number
         if any((np.asarray(part.sizes) == 0).any() for part in inputs):
             refuse(f"{self.cfg.data} has empty inputs in {split}: prepare it again")
         dataset = ClassificationDataset(
@@ -138,15 +144,16 @@ class LRPEClassificationTask(ClassTask):
 
     def _stored(self, part: str, split: str) -> Any:
         path = f"{self.cfg.data}/{part}/{split}"
-        found = data_utils.load_indexed_dataset(path, None, "mmap")
-        if found is None:
+        dataset = data_utils.load_indexed_dataset(path, None, "mmap")
+        if dataset is None:
             refuse(f"{path}.idx does not exist: prepare this split, or choose another one")
-        return found
+        return dataset
 
     def _labels(self, split: str, expected: int) -> np.ndarray:
         """Return the classes of a split, int64 (N,), without an end of sentence."""
         stored = self._stored("label", split)
         ids = [int(stored[index][0]) for index in range(len(stored))]
+        # fairseq-preprocess has made symbols of the classes, after the special ones
         labels = np.array(ids, dtype=np.int64) - Dictionary().nspecial
         if len(labels) != expected or (labels < 0).any() or (labels >= self.num_classes).any():
             refuse(
@@ -157,14 +164,17 @@ class LRPEClassificationTask(ClassTask):
 
 
 def check_classes(path: Path, classes: int) -> None:
-    """Refuse unless ``path`` lists the classes 0, 1, ... in this order and ``classes`` of them."""
+    """Refuse unless ``path`` lists the classes 0, 1, ... in this order and ``classes`` of them.
+
+    Raises: Refusal, which says what the file has.
+    """
     if not path.is_file():
         refuse(f"{path} does not exist: prepare the data first")
-    found = [line.rpartition(" ")[0] for line in path.read_text(encoding="utf-8").splitlines()]
-    if found != [str(number) for number in range(len(found))]:
+    names = [line.rpartition(" ")[0] for line in path.read_text(encoding="utf-8").splitlines()]
+    if names != [str(number) for number in range(len(names))]:
         refuse(f"{path} does not list the classes 0, 1, ... in this order: prepare the data again")
-    if classes != len(found):
-        refuse(f"{path} lists {len(found)} classes: set --num-classes {len(found)}, not {classes}")
+    if classes != len(names):
+        refuse(f"{path} lists {len(names)} classes: set --num-classes {len(names)}, not {classes}")
 
 
 class ClassificationDataset(EpochDataset):
@@ -189,8 +199,13 @@ class ClassificationDataset(EpochDataset):
         by_length: bool = True,
     ) -> None:
         super().__init__()
-        self.inputs, self.labels, self.pad, self.longest = inputs, labels, pad, longest
-        self.seed, self.by_length, self.epoch = seed, by_length, 1
+        self.inputs = inputs
+        self.labels = labels
+        self.pad = pad
+        self.longest = longest
+        self.seed = seed
+        self.by_length = by_length
+        self.epoch = 1
         lengths = np.stack([np.asarray(part.sizes) for part in inputs])
         self.cut = int((lengths > longest).sum())
         self.sizes = len(inputs) * np.minimum(lengths, longest).max(0)
@@ -206,7 +221,7 @@ class ClassificationDataset(EpochDataset):
         then shuffles the batches.
         """
         draw = np.random.default_rng([self.seed, self.epoch]).permutation(len(self))
-        return np.lexsort([draw, self.sizes]) if self.by_length else draw
+        return np.lexsort([draw, self.sizes]) if self.by_length else draw  # the last key is first
 
     def collater(self, samples: list[dict]) -> dict:
         """Return a batch; {} for no samples, as in fairseq."""
@@ -218,7 +233,7 @@ class ClassificationDataset(EpochDataset):
             rows = [sample["inputs"][number] for sample in samples]
             batch[f"src_tokens{suffix}"] = data_utils.collate_tokens(rows, self.pad)
             batch[f"src_lengths{suffix}"] = torch.tensor([len(row) for row in rows])
-        lengths = [value for name, value in batch.items() if "lengths" in name]
+        lengths = [value for name, value in batch.items() if "lengths" in name]  # of both inputs
         return {
             "id": ids,
             "net_input": batch,

@@ -30,16 +30,17 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lrpe_fairseq.encodings.core.options import option
-from lrpe_fairseq.errors import refuse
+from lrpe_fairseq.errors import one_sentence_errors, refuse
 from lrpe_fairseq.image_files import read_image, rows_and_columns
-from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.tasks.classification import ClassTask, check_classes
 from lrpe_fairseq.tasks.datasets import EpochDataset
 from lrpe_fairseq.tasks.missing_data import single_folder
 
 NAME = "lrpe_images"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
 """Of the pixels of ImageNet, from 0 to 1: red, green, blue."""
+STD = (0.229, 0.224, 0.225)
+"""Standard deviations of the same."""
 CROP = 224 / 256
 """Side of the central crop in evaluation, relative to the shorter side of the image."""
 ROUND = 256
@@ -88,7 +89,7 @@ class LRPEImagesTask(ClassTask):
     """
 
     pairs = False
-    ordered_by_updates = True  # see compat.resume_where_the_data_were_left
+    ordered_by_updates = True  # see compat.resumed_place.resume_where_the_data_were_left
 
     def __init__(self, cfg: ImagesConfig, dictionary: Dictionary) -> None:
         super().__init__(cfg)
@@ -109,7 +110,8 @@ class LRPEImagesTask(ClassTask):
 
     def load_dataset(self, split: str, combine: bool = False, **keywords: Any) -> None:
         """Load the index of a split; called by fairseq."""
-        cfg, augmented = self.cfg, split == "train" and not self.cfg.no_augmentation
+        cfg = self.cfg
+        augmented = split == "train" and not cfg.no_augmentation
         files, labels = read_index(Path(cfg.data) / f"{split}.tsv", cfg.num_classes)
         transform = augmentation(cfg) if augmented else Crop(*rows_and_columns(cfg.image_size))
         mixing = mixing_of(cfg) if augmented else None
@@ -128,7 +130,13 @@ class LRPEImagesTask(ClassTask):
         )
 
     def _order(self, images: int, mixed: bool) -> "UpdateOrder":
-        cfg, batches = self.cfg, self.cfg.update_freq[0] * get_global_world_size()
+        """Return the order of an epoch.
+
+        Raises: Refusal for options that do not give batches of one size in this order.
+        """
+        cfg = self.cfg
+        batches = cfg.update_freq[0] * get_global_world_size()
+        # timm mixes pairs of a batch, and an order of updates needs batches of one size
         if not cfg.batch_size or (mixed and cfg.batch_size % 2):
             refuse(
                 "mixup, cutmix and --repeats need --batch-size, an even number with the first two"
@@ -181,6 +189,7 @@ def read_index(path: Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
     if not path.is_file():
         refuse(f"{path} does not exist: prepare this split, or choose another one")
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+    # the size of a file is for the step that writes the index
     if not lines or any(len(line) != 3 or not line[0].isdigit() for line in lines):
         refuse(f"{path} is not a list of classes, sizes and files: prepare the data again")
     labels = np.array([int(line[0]) for line in lines], dtype=np.int64)
@@ -217,8 +226,9 @@ class UpdateOrder:
     def __call__(self, permutation: np.ndarray) -> np.ndarray:
         """Return the order of a permutation of N images, int64: copy c of image i is i + N c."""
         count = len(permutation)
-        copies = permutation[:, None] + count * np.arange(self.repeats)
+        copies = permutation[:, None] + count * np.arange(self.repeats)  # images copies
         kept = count // ROUND * ROUND if count >= ROUND else count
+        # at least one update: an epoch may be shorter than it
         whole = kept // self.update * self.update or self.update
         return (
             copies.flatten()[:whole].reshape(-1, self.batch, self.batches).swapaxes(1, 2).flatten()
@@ -249,14 +259,21 @@ class ImageDataset(EpochDataset):
         mixing: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__()
-        self.folder, self.files, self.labels = folder, files, labels
-        self.transform, self.pixels = transform, pixels
-        self.seed, self.order, self.mixing, self.epoch = seed, order, mixing, 1
+        self.folder = folder
+        self.files = files
+        self.labels = labels
+        self.transform = transform
+        self.pixels = pixels
+        self.seed = seed
+        self.order = order
+        self.mixing = mixing
+        self.epoch = 1
         self.sizes = np.full(len(files), self.pixels)
 
     def __getitem__(self, index: int) -> dict:
         """Return copy ``index // N`` of image ``index % N``."""
         path = self.folder / self.files[index % len(self)].decode()
+        # the index is that of a copy, so that copies of an image are augmented differently
         with _refusals(), seeded(self.seed, self.epoch, index):
             return {"id": index, "image": self.transform(read_image(path))}
 
@@ -277,6 +294,7 @@ class ImageDataset(EpochDataset):
         images = torch.stack([sample["image"] for sample in samples])
         target = torch.from_numpy(self.labels[ids.numpy() % len(self)])
         if self.mixing is not None:
+            # by the ids of the batch, which are the same in every worker and process
             with seeded(self.seed, self.epoch, *ids.tolist()):
                 images, target = self.mixing(images, target)
         return {
@@ -294,15 +312,17 @@ def _refusals() -> AbstractContextManager[None]:
     It has no effect outside the main thread: fairseq would wait for ever for a thread or worker
     that exits. Other errors reach the main process.
     """
-    apart = get_worker_info() is not None or current_thread() is not main_thread()
-    return nullcontext() if apart else one_sentence_errors()
+    outside = get_worker_info() is not None or current_thread() is not main_thread()
+    return nullcontext() if outside else one_sentence_errors()
 
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
     """Seed random, numpy and torch on the CPU within the context: timm draws from all three."""
-    torch_cpu = torch.default_generator
-    before = random.getstate(), np.random.get_state(), torch_cpu.get_state()
+    torch_cpu = torch.default_generator  # torch.manual_seed would also seed GPUs
+    before_random = random.getstate()
+    before_numpy = np.random.get_state()
+    before_torch = torch_cpu.get_state()
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
@@ -310,9 +330,9 @@ def seeded(*numbers: int) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch_cpu.set_state(before[2])
+        random.setstate(before_random)
+        np.random.set_state(before_numpy)
+        torch_cpu.set_state(before_torch)
 
 
 # --- from an image to a tensor -----------------------------------------------------------------
@@ -330,17 +350,19 @@ class Crop:
 
     def __call__(self, image: Any) -> Tensor:
         """Return (3, R, C) of an image."""
-        least = int(self.columns / CROP), int(self.rows / CROP)
+        least_width = int(self.columns / CROP)
+        least_height = int(self.rows / CROP)
         width, height = image.size
-        if least[0] * height >= least[1] * width:
-            size = least[0], int(least[0] * height / width)
+        # the side that is shorter, relative to the crop, becomes the least one
+        if least_width * height >= least_height * width:
+            new_width = least_width
+            new_height = int(least_width * height / width)
         else:
-            size = int(least[1] * width / height), least[1]
-        left, top = (
-            round((length - own) / 2)
-            for length, own in zip(size, (self.columns, self.rows), strict=True)
-        )
-        image = image.resize(size, resample=3)  # bicubic
+            new_width = int(least_height * width / height)
+            new_height = least_height
+        left = round((new_width - self.columns) / 2)
+        top = round((new_height - self.rows) / 2)
+        image = image.resize((new_width, new_height), resample=3)  # bicubic
         image = image.crop((left, top, left + self.columns, top + self.rows))
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
         return (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
@@ -378,6 +400,7 @@ def mixing_of(cfg: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | N
 
     def mixed(images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         images, probabilities = mix(images, target)
+        # float64, because fairseq rounds float32 tensors of a batch under --fp16
         return images, probabilities.double()
 
     return mixed

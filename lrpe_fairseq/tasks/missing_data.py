@@ -7,7 +7,7 @@ from typing import Any
 import fairseq.tasks
 from fairseq import utils
 
-from lrpe_fairseq.compat import replace_once
+from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.errors import refuse
 
 
@@ -30,6 +30,7 @@ def _setup_or_explain(setup: Callable, *arguments: Any, **keywords: Any) -> Any:
         return setup(*arguments, **keywords)
     except FileNotFoundError as error:
         path = Path(str(error.filename))
+        # any other file that is missing is a defect, and keeps its traceback
         if not path.match("dict*.txt"):
             raise
         refuse(f"{path} does not exist; {_hint(path)}")

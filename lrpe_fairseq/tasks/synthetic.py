@@ -100,6 +100,7 @@ class LRPESyntheticTask(FairseqTask):
     def load_dataset(self, split: str, *rest: Any, **keywords: Any) -> None:
         """Load the sequences and targets of a split."""
         inputs, targets = (self._rows(split, side) for side in ("input", "target"))
+        # a token without an answer has padding as its target
         if not np.array_equal(inputs.sizes, targets.sizes):
             refuse(f"split {split} does not have a target for every token: prepare it again")
         longest = int(inputs.sizes.max())
@@ -117,14 +118,15 @@ class LRPESyntheticTask(FairseqTask):
     def train_step(self, sample: dict, *rest: Any, **keywords: Any) -> tuple[Any, int, dict]:
         """Train as fairseq does, and count all tokens."""
         loss, size, log = super().train_step(sample, *rest, **keywords)
+        # fairseq sums the log over batches and processes
         return loss, size, {**log, "_tokens": sample["tokens"]}
 
     def valid_step(self, sample: dict, model: nn.Module, criterion: Any) -> tuple[Any, int, dict]:
         """Compute the loss as fairseq does, and the sums of the metrics from the same outputs."""
         with outputs_of(model) as outputs:
             loss, size, log = super().valid_step(sample, model, criterion)
-        found = sums(outputs[-1][0], sample["target"], self.dictionary.pad())
-        return loss, size, {**log, **found, "_tokens": sample["tokens"]}
+        counted = sums(outputs[-1][0], sample["target"], self.dictionary.pad())
+        return loss, size, {**log, **counted, "_tokens": sample["tokens"]}
 
     def reduce_metrics(self, logging_outputs: list[dict], criterion: Any) -> None:
         """Log the criterion's metrics, the speed in all tokens, and the accuracies."""
@@ -135,10 +137,13 @@ class LRPESyntheticTask(FairseqTask):
         metrics.log_scalar("wpb", total("_tokens"), priority=180, round=1)
         metrics.log_speed("wps", total("_tokens"), priority=90, round=1)
         metrics.log_scalar("bsz", total("nsentences"), priority=190, round=1)
+        # not the task's own method in fairseq, which logs the speed in scored tokens
         criterion.__class__.reduce_metrics(logging_outputs)
-        samples, answers = total("_samples"), total("_answers")
+        samples = total("_samples")
+        answers = total("_answers")
         if samples:  # a validation
             size = total("sample_size")
+            # base e -> bits; rounded to more digits than fairseq's loss
             metrics.log_scalar("exact_loss", total("loss") / size / math.log(2), size, round=9)
             metrics.log_scalar("answer_accuracy", total("_exact") / samples, samples, round=6)
             metrics.log_scalar("token_accuracy", total("_correct") / answers, answers, round=6)
@@ -154,7 +159,9 @@ class SyntheticDataset(SizedDataset):
 
     def __init__(self, inputs: Any, targets: Any, pad: int) -> None:
         super().__init__()
-        self.inputs, self.targets, self.pad = inputs, targets, pad
+        self.inputs = inputs
+        self.targets = targets
+        self.pad = pad
         self.sizes = np.asarray(inputs.sizes)
 
     def __getitem__(self, index: int) -> dict:
@@ -186,7 +193,7 @@ class SyntheticDataset(SizedDataset):
 def outputs_of(model: nn.Module) -> Iterator[list]:
     """Yield a list to which every forward pass of ``model`` appends its output."""
     outputs: list = []
-    handle = model.register_forward_hook(lambda module, given, output: outputs.append(output))
+    handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         yield outputs
     finally:
@@ -200,6 +207,6 @@ def sums(scores: Tensor, target: Tensor, pad: int) -> dict[str, int]:
     return {
         "_answers": int(scored.sum()),
         "_correct": int(right.sum()),
-        "_exact": int((right | ~scored).all(1).sum()),
+        "_exact": int((right | ~scored).all(1).sum()),  # no scored token is wrong
         "_samples": len(target),
     }

@@ -19,8 +19,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from torch import Tensor
 
 from lrpe_fairseq.encodings.core.options import option
-from lrpe_fairseq.errors import ChoiceError, refuse
-from lrpe_fairseq.models.options import one_sentence_errors
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors, refuse
 from lrpe_fairseq.models.translation import LRPETransformer
 from lrpe_fairseq.tasks.missing_data import single_folder
 
@@ -101,6 +100,7 @@ class LRPETransductionTask(TranslationTask):
 
         Raises: Refusal for ``task_cfg``, the task of a checkpoint, with other positions.
         """
+        # fairseq-validate and fairseq-generate pass the task of the checkpoint
         trained = getattr(keywords.get("task_cfg"), "node_positions", self.cfg.node_positions)
         if trained != self.cfg.node_positions:
             done = "with" if trained else "without"
@@ -132,6 +132,7 @@ class LRPETransductionTask(TranslationTask):
     def valid_step(self, sample: dict, model: Any, criterion: Any) -> tuple[Any, int, dict]:
         """Compute the loss as fairseq does, and the sums of the metrics."""
         loss, size, log = super().valid_step(sample, model, criterion)
+        # once more, because criterions do not return their outputs
         with torch.no_grad():
             net_input = sample["net_input"]
             log_probs = model.get_normalized_probs(model(**net_input), log_probs=True)
@@ -150,14 +151,16 @@ class LRPETransductionTask(TranslationTask):
 
         An output is not longer than the longest target, which ends the sentence earlier.
         """
+        # ids are rows of the file, so that every number of processes decodes the same samples
         rows = (sample["id"] < self.cfg.decode_samples).nonzero().squeeze(1)
         if not len(rows):
             return decoded_sums([], sample["target"][:0], self.target_dictionary.pad())
-        net_input = {name: given[rows] for name, given in sample["net_input"].items()}
+        net_input = {name: tensor[rows] for name, tensor in sample["net_input"].items()}
         generator = self.build_generator([model], GenerationConfig(beam=1))
-        generator.max_len_a, generator.max_len_b = 0, sample["target"].shape[1]
-        found = self.inference_step(generator, [model], {"net_input": net_input})
-        outputs = [best["tokens"] for best, *_ in found]
+        generator.max_len_a = 0
+        generator.max_len_b = sample["target"].shape[1]
+        hypotheses = self.inference_step(generator, [model], {"net_input": net_input})
+        outputs = [best["tokens"] for best, *_ in hypotheses]
         return decoded_sums(outputs, sample["target"][rows], self.target_dictionary.pad())
 
     def reduce_metrics(self, logging_outputs: list[dict], criterion: Any) -> None:
@@ -187,7 +190,8 @@ class TransductionDataset(BaseWrapperDataset):
 
     def __init__(self, pairs: Any, codes: list | None, pad: int) -> None:
         super().__init__(pairs)
-        self.codes, self.pad = codes, pad
+        self.codes = codes
+        self.pad = pad
         self.zeros = published_zeros(np.asarray(pairs.tgt_sizes))
 
     def collater(self, samples: list[dict], **keywords: Any) -> dict:
@@ -199,16 +203,17 @@ class TransductionDataset(BaseWrapperDataset):
         batch["published_zeros"] = torch.from_numpy(self.zeros[rows])
         if self.codes is not None:
             source, target = ([side[row] for row in rows] for side in self.codes)
-            given = batch["net_input"]
-            given["src_positions"] = self._padded(given["src_tokens"], source)
+            net_input = batch["net_input"]
+            net_input["src_positions"] = self._padded(net_input["src_tokens"], source)
             shifted = [codes.roll(1) for codes in target]  # the end of sentence comes first
-            tokens = given["prev_output_tokens"]
-            given["prev_output_positions"] = self._padded(tokens, shifted)
+            tokens = net_input["prev_output_tokens"]
+            net_input["prev_output_positions"] = self._padded(tokens, shifted)
         return batch
 
     def _padded(self, tokens: Tensor, codes: list[Tensor]) -> Tensor:
         """Return (B, T) with the codes at the real tokens, on either side, and 0 at padding."""
         positions = torch.zeros_like(tokens)
+        # row by row, as the mask selects the real tokens; padding may be on either side
         positions[tokens.ne(self.pad)] = torch.cat(codes)
         return positions
 
@@ -229,13 +234,17 @@ def published_zeros(lengths: np.ndarray) -> np.ndarray:
 def scored_mask(target: Tensor, pad: int, eos: int, scored: str) -> Tensor:
     """Return (B, T), true at the tokens of ``--scored-tokens``; padding may be on either side."""
     real = target.ne(pad)
-    mask = real if scored == "all" else real & target.ne(eos)
-    return mask & real.cumsum(1).gt(1) if scored == "inner" else mask
+    if scored == "all":
+        return real
+    without_end = real & target.ne(eos)
+    if scored == "no-end":
+        return without_end
+    return without_end & real.cumsum(1).gt(1)  # nor the first real token
 
 
 def sums(log_probs: Tensor, target: Tensor, scored: Tensor) -> dict[str, float]:
     """Return the sums of a batch: log_probs (B, T, V), target (B, T), scored (B, T)."""
-    nll = -log_probs.gather(2, target.unsqueeze(2)).squeeze(2).double()
+    nll = -log_probs.gather(2, target.unsqueeze(2)).squeeze(2).double()  # sums of many terms
     right = log_probs.argmax(2).eq(target)
     return {
         "_nll": float(nll[scored].sum()),
@@ -280,11 +289,13 @@ def decoded_sums(outputs: list[Tensor], target: Tensor, pad: int) -> dict[str, f
 
     A place after the end of the output is wrong.
     """
-    found = dict.fromkeys(DECODED, 0.0)
+    totals = dict.fromkeys(DECODED, 0.0)
     for output, row in zip(outputs, target, strict=True):
         wanted = row[row.ne(pad)]
         shorter = min(len(output), len(wanted))
         correct = int(output[:shorter].eq(wanted[:shorter]).sum())
-        one = 1, len(wanted), correct, len(output) == len(wanted) == correct
-        found = {name: found[name] + value for name, value in zip(DECODED, one, strict=True)}
-    return {f"_decoded_{name}": float(value) for name, value in found.items()}
+        totals["samples"] += 1
+        totals["tokens"] += len(wanted)
+        totals["correct"] += correct
+        totals["exact"] += len(output) == len(wanted) == correct
+    return {f"_decoded_{name}": float(value) for name, value in totals.items()}

@@ -22,9 +22,8 @@ from omegaconf import II
 from torch import Tensor
 
 from lrpe_fairseq.encodings.core.options import option
-from lrpe_fairseq.errors import ChoiceError, refuse
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors, refuse
 from lrpe_fairseq.models.language_model import LRPELanguageModel
-from lrpe_fairseq.models.options import one_sentence_errors
 from lrpe_fairseq.models.segment_memory import Segment
 from lrpe_fairseq.patterns import over_layers
 
@@ -71,6 +70,7 @@ class Streams:
     def stream_of(self, block: int) -> int:
         """Return the stream that contains a block."""
         length, longer = divmod(self.blocks, self.streams)
+        # the first streams have a block more
         if block < longer * (length + 1):
             return block // (length + 1)
         return (block - longer) // length
@@ -82,11 +82,12 @@ class Streams:
         has the longer streams only, so its batches are fewer or smaller.
         """
         bounds = list(pairwise(self.start(stream) for stream in range(self.streams + 1)))
-        found = []
-        for number in range(-(-self.blocks // self.streams)):
+        rows_of_blocks = []
+        rounds = -(-self.blocks // self.streams)  # rounded up
+        for number in range(rounds):
             blocks = [start + number for start, end in bounds if start + number < end]
-            found += [blocks[row : row + rows] for row in range(0, len(blocks), rows)]
-        return found
+            rows_of_blocks += [blocks[row : row + rows] for row in range(0, len(blocks), rows)]
+        return rows_of_blocks
 
 
 @register_task(NAME, dataclass=TruncatedBPTTConfig)
@@ -101,7 +102,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
     Raises: Refusal for options that cannot be combined.
     """
 
-    ordered_by_updates = True  # see compat.resume_where_the_data_were_left
+    ordered_by_updates = True  # see compat.resumed_place.resume_where_the_data_were_left
 
     @classmethod
     def setup_task(cls, args: Any, **keywords: Any) -> "LRPETruncatedBPTTTask":
@@ -135,18 +136,20 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """Return the task's part of a checkpoint. fairseq looks it up by the name of the class."""
-        gathered, self._gathered = self._gathered, None
+        gathered = self._gathered
+        self._gathered = None
         state = self._model.decoder.memory.state() if gathered is None else gathered
         return {type(self).__name__: state}
 
     def before_checkpoint(self, trainer: Any) -> None:
         """Collect the memory of all processes. Each of them calls it before a checkpoint is saved,
-        but only the first one saves (``compat.save_the_state_of_every_process``)."""
+        but only the first one saves (``compat.processes``)."""
         if trainer.data_parallel_world_size == 1:
             return
         states = [None] * trainer.data_parallel_world_size
         group = trainer.data_parallel_process_group
         torch.distributed.all_gather_object(states, self._model.decoder.memory.state(), group=group)
+        # every stream is of one process
         self._gathered = {stream: past for state in states for stream, past in state.items()}
 
     def set_checkpoint_dict(self, state: dict[int, Any]) -> None:
@@ -178,11 +181,13 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
             return super().get_batch_iterator(
                 dataset, max_tokens, max_sentences, max_positions, **options
             )
-        shards, epoch = options.get("num_shards", 1), options.get("epoch", 1)
+        shards = options.get("num_shards", 1)
+        epoch = options.get("epoch", 1)
         with one_sentence_errors():
             rows = self._rows(int(dataset.sizes[0]), max_tokens, max_sentences, max_positions)
-        streams = rows * shards * self._batches_per_update(dataset, epoch)
-        streams = Streams(len(dataset), min(streams, len(dataset)))
+        wanted = rows * shards * self._batches_per_update(dataset, epoch)
+        # a short text has a block for every stream, and no more streams
+        streams = Streams(len(dataset), min(wanted, len(dataset)))
         return EpochBatchIterator(
             dataset=dataset,
             collate_fn=self._collater(dataset, streams),
@@ -217,14 +222,17 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
                 f"segments of {segment} tokens are longer than the {max_positions} that the model "
                 "and --max-tokens allow"
             )
-        by_tokens = [max_tokens // segment] if max_tokens else []
-        by_rows = [max_sentences] if max_sentences else []
-        return max(1, min(by_tokens + by_rows, default=1))
+        limits = []
+        if max_tokens:
+            limits.append(max_tokens // segment)
+        if max_sentences:
+            limits.append(max_sentences)
+        return max(1, min(limits, default=1))
 
     def _batches_per_update(self, dataset: MonolingualDataset, epoch: int) -> int:
         """Return --update-freq of the epoch in training, else 1."""
         if dataset is not self.datasets.get(self.args.train_subset):
-            return 1
+            return 1  # evaluation has no updates
         frequencies = self.args.update_freq
         return int(frequencies[min(epoch, len(frequencies)) - 1])
 
@@ -246,6 +254,7 @@ def collate(
     stream = streams.stream_of(blocks[0])
     segment = Segment(stream=stream, blocks=blocks, first=blocks[0] == streams.start(stream))
     if starts is not None:
+        # the index of each token in the text: all blocks but the last have one length
         tokens = torch.as_tensor(blocks).unsqueeze(1) * int(dataset.sizes[0])
         tokens = tokens + torch.arange(batch["target"].shape[1])
         padding = batch["target"].eq(dataset.vocab.pad())
@@ -267,16 +276,17 @@ def document_starts(path: Path, lines: np.ndarray) -> np.ndarray:
         numbers = np.array([int(row.split("\t")[0]) for row in rows], dtype=np.int64)
     except (OSError, ValueError) as error:
         raise ChoiceError(f"{path} does not list the starts of documents: {error}") from None
-    known = np.concatenate([[0], np.cumsum(lines)])
+    first_tokens = np.concatenate([[0], np.cumsum(lines)])
     ordered = (np.diff(numbers) > 0).all() and (numbers >= 0).all()
     if not ordered or (numbers >= len(lines)).any():
         raise ChoiceError(f"{path} does not match the text, which has {len(lines)} lines")
-    return known[numbers]
+    return first_tokens[numbers]
 
 
 def check_options(options: Any) -> None:
     """Raise ChoiceError for options that do not give consecutive segments."""
     for name, only in ONLY.items():
+        # as text: enumerations of fairseq, booleans, and strings of a YAML
         if str(getattr(options, name)).lower() != str(only).lower():
             raise ChoiceError(f"the task {NAME} supports {name}={only} only")
     if options.reset_at_documents and ":" in options.data:

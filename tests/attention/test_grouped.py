@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from lrpe_fairseq.attention import softmax
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import Memory, MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
+from lrpe_fairseq.attention.softmax import blocks
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class, is_causal_only
 from lrpe_fairseq.errors import ChoiceError
 from tests.test_every_encoding import ALGEBRAIC, CARRIED, FREE, GATED, SELECTIVE
@@ -186,7 +186,7 @@ def test_documents_padding_blocks_and_memories_serve_grouped_queries(name):
     padding, starts = torch.zeros(2, 9, dtype=torch.bool), torch.zeros(2, 9, dtype=torch.bool)
     padding[0, 6:] = starts[1, 4] = True
     real = ~padding.unsqueeze(-1)
-    with mock.patch.object(softmax, "BLOCK", 5 * 2 * HEADS * 9):  # five queries at a time
+    with mock.patch.object(blocks, "BLOCK", 5 * 2 * HEADS * 9):  # five queries at a time
         for given in ({"key_padding_mask": padding}, {"starts": starts}, {"window": 3}):
             out, expected = (each.attend(x, **given)[0] for each in (module, plain))
             torch.testing.assert_close(out * real, expected * real, **SAME)
@@ -209,12 +209,13 @@ def test_score_scale_is_the_factor_of_every_score(attention_type, normalizer):
             part *= 0.05 * D**0.5
         expected = plain.attend(inputs())[0]
     else:
-        features = plain._encoded_features
-        with mock.patch.object(
-            plain,
-            "_encoded_features",
-            lambda *given: (0.05 * features(*given)[0], features(*given)[1]),
-        ):
+        encode = plain.encoding.encode_both
+
+        def scaled_queries(*given, **options):
+            q, k = encode(*given, **options)
+            return 0.05 * q, k
+
+        with mock.patch.object(plain.encoding, "encode_both", scaled_queries):
             expected = plain.attend(inputs())[0]
     if normalizer == "content" and attention_type == "linear":
         expected = plain.attend(inputs())[0]  # the factor is also that of the denominator

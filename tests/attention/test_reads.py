@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class, is_causal_only
-from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels import conditions
 from tests.end_to_end.cases import sampled
 
 READS = {
@@ -43,7 +43,7 @@ SOME = [own[turn % len(own)] for turn, own in enumerate(CASES.values())]
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(dispatch, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(conditions, "_is_on_cpu", lambda x: False)
 
 
 def layer(name, attention_type, causal):

@@ -16,9 +16,9 @@ from lrpe_fairseq.encodings import (
     angles_of,
     build_encoding,
 )
+from lrpe_fairseq.encodings.layers import encoding_options
 from lrpe_fairseq.encodings.rotations.angles import KAPPA, AngleOptions
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.models.options import encoding_options
 from lrpe_fairseq.optim.adam import LRPEAdam
 from tests.references import frequencies
 

@@ -14,7 +14,7 @@ from lrpe_fairseq.attention import tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.encodings.core.positions import PositionCache
-from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels import conditions
 from lrpe_fairseq.kernels.encode import encode
 
 SECONDS = float(os.environ.get("LRPE_THREAD_TEST_SECONDS", "2"))
@@ -168,7 +168,7 @@ WITH_EIGENBASIS = ["liere", "comrope-ap", "comrope-ld", "ape", "ape-tree", "ape:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Reading a tensor is not free."""
-    monkeypatch.setattr(dispatch, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(conditions, "_is_on_cpu", lambda x: False)
 
 
 def pair_of(name):

@@ -9,7 +9,7 @@ import torch
 from lrpe_fairseq.encodings import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.core.positions import counted
 from lrpe_fairseq.encodings.scores import fire
-from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels import conditions
 from tests.encodings.lags import assert_same_with_gradients, bias_of, loop_bias
 from tests.references import assert_near
 
@@ -64,7 +64,7 @@ def test_the_form_by_lag_equals_the_form_by_pair(first, length, near):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Reading a tensor is not free."""
-    monkeypatch.setattr(dispatch, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(conditions, "_is_on_cpu", lambda x: False)
 
 
 def by_network(encoding, q_positions, k_positions):

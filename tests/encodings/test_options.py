@@ -17,8 +17,9 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.fidelity import DEPARTURES, OF_ATTENTION, OF_MODELS, parse_departures
-from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.models.options import AttentionOptions, encoding_options, one_sentence_errors
+from lrpe_fairseq.encodings.layers import encoding_options
+from lrpe_fairseq.errors import ChoiceError, one_sentence_errors
+from lrpe_fairseq.models.options import AttentionOptions
 from tests.encodings.toy import Toy
 
 

@@ -9,9 +9,9 @@ import torch
 from fairseq import checkpoint_utils
 
 from lrpe_fairseq.encodings import build_encoding
+from lrpe_fairseq.encodings.layers import encoding_options
 from lrpe_fairseq.encodings.rotations.cores import LearnedRotation
 from lrpe_fairseq.errors import ChoiceError, Refusal
-from lrpe_fairseq.models.options import encoding_options
 from lrpe_fairseq.tasks.synthetic import LRPESyntheticTask
 from tests.end_to_end.commands import SMALL, TRAINING, build, hydra, run, saved, yaml_config
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.random import RandomState
 
-from lrpe_fairseq.experiments.commands import evaluate
+from lrpe_fairseq.experiments.commands import eval_classifier
 from lrpe_fairseq.experiments.data import corpus, examples
 from lrpe_fairseq.experiments.data.examples import BYTES, Examples
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
@@ -103,16 +103,16 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
 ):
     best, out = finished.checkpoints / checkpoints.BEST, tmp_path / "out.json"
     given = [str(best), str(finished.data), "--splits", "test", "--out", str(out)]
-    assert evaluate.classifier(given) == 0
+    assert eval_classifier.main(given) == 0
     measured = json.loads(out.read_text())
     expected = read_run(finished.result)
     assert measured["metrics"]["test"] == expected["metrics"]["test"]
     assert "test, accuracy: accuracy" in capsys.readouterr().out
-    assert evaluate.classifier([*given, "--max-positions", "100"]) == 0  # longer sinusoids
+    assert eval_classifier.main([*given, "--max-positions", "100"]) == 0  # longer sinusoids
     assert json.loads(out.read_text())["metrics"] == measured["metrics"]
-    assert evaluate.classifier([*given[:2], "--splits", "valid", "--out", str(out)]) == 0
+    assert eval_classifier.main([*given[:2], "--splits", "valid", "--out", str(out)]) == 0
     assert json.loads(out.read_text())["metrics"] == expected["metrics"]
-    assert evaluate.classifier([*given, "--max-positions", "32"]) == 0
+    assert eval_classifier.main([*given, "--max-positions", "32"]) == 0
     cut = json.loads(out.read_text())
     assert "540 inputs are cut at 32 tokens" in cut["protocol"]["accuracy"]
     assert cut["metrics"]["test"]["accuracy"] != measured["metrics"]["test"]["accuracy"]
@@ -120,9 +120,9 @@ def test_a_checkpoint_is_evaluated_by_hand_on_any_data_with_its_dictionaries(
     shutil.copytree(finished.data / "bin", other / "bin")
     lines = (other / "bin" / "input0" / "dict.txt").read_text().splitlines()
     (other / "bin" / "input0" / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
-    assert evaluate.classifier([str(best), str(other)]) == 2
+    assert eval_classifier.main([str(best), str(other)]) == 2
     assert "is not the dictionary that" in capsys.readouterr().err
-    assert evaluate.classifier([*given[:3], "train7"]) == 2
+    assert eval_classifier.main([*given[:3], "train7"]) == 2
     assert "has no split train7" in capsys.readouterr().err
 
 

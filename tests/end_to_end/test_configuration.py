@@ -16,7 +16,7 @@ from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
-from lrpe_fairseq.models import checks
+from lrpe_fairseq.models import checks, normformer
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     SMALL,
@@ -25,7 +25,9 @@ from tests.end_to_end.commands import (
     build,
     hydra,
     last_loss,
+    load,
     run,
+    save,
     saved,
     side_by_side,
     yaml_config,
@@ -220,6 +222,25 @@ def test_an_option_of_fairseq_trains_every_parameter(corpus, attention_type, opt
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
     assert any(parameter.grad.any() for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(("option", "part"), normformer.PARTS.items())
+def test_an_option_of_normformer_builds_its_part_of_every_layer(corpus, option, part):
+    plain = dict(build(corpus, SMALL)[0].named_parameters())
+    model, _, config = build(corpus, SMALL, f"--{option.replace('_', '-')}")
+    added = {name for name, _ in model.named_parameters()} - plain.keys()
+    layers = range(config.model.decoder_layers)
+    assert {name.split(f".{part}")[0] for name in added} == {f"decoder.layers.{n}" for n in layers}
+
+
+def test_a_checkpoint_that_was_trained_without_its_options_of_normformer_is_read_without(
+    corpus, tmp_path, caplog
+):
+    model, _, config = build(corpus, SMALL)
+    config.model.scale_fc = config.model.scale_attn = True  # as older versions saved it
+    read, _, _ = load(save(model, config, tmp_path / "old.pt"))
+    assert read.state_dict().keys() == model.state_dict().keys()
+    assert caplog.text.count("which was ignored when it was trained") == 2
 
 
 WITHOUT_POSITIONS = "is defined for models without absolute positions: pass --no-token-positional-"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
-from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
-from lrpe_fairseq import dictionary_check
+from lrpe_fairseq import dictionaries
+from lrpe_fairseq.compat import dictionary_check
 from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, built, configured, save, words
 from tests.end_to_end.forked import run_forked
 
@@ -34,15 +34,32 @@ def read(checkpoint, data):
     return checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], task=task)
 
 
-@pytest.mark.parametrize(("recorded", "gone"), [(True, True), (False, False), (False, True)])
+RECORDS = {  # of this version and of older ones: key -> the part that it has
+    "sides and files": ("dictionaries", {"dict.txt", "source", "target"}),
+    "files": ("dictionaries", {"dict.txt"}),
+    "sides": ("lrpe_dictionaries", {"source", "target"}),
+}
+
+
+def with_record(path, task, data, kind):
+    """Add the record of a version to a checkpoint."""
+    key, names = RECORDS[kind]
+    every = dictionaries.checksums(data) | dictionary_check.checksums_of_task(task)
+    record = {name: checksum for name, checksum in every.items() if name in names}
+    assert record.keys() == names
+    torch.save({**torch.load(path, weights_only=True), key: record}, path)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "gone"), [*((kind, True) for kind in RECORDS), ("", False), ("", True)]
+)
 def test_another_dictionary_is_refused_in_one_sentence(tmp_path, recorded, gone):
     """Without a record and the training data, only the number of words can be compared."""
     data = folder_of(tmp_path, "trained", OURS)
     model, task, config = built(data, TRAINING, SMALL)
     path = save(model, config, tmp_path / "model.pt")
     if recorded:
-        state = torch.load(path, weights_only=True)
-        torch.save({**state, dictionary_check.KEY: dictionary_check.checksums(task)}, path)
+        with_record(path, task, data, recorded)
     same = tmp_path / "moved"
     shutil.move(data, same) if gone else shutil.copytree(data, same)
     assert len(read(path, same)[0]) == 1
@@ -61,7 +78,9 @@ def test_a_training_records_its_dictionaries_and_its_tools_refuse_others(corpus,
     train = words([corpus.data, TRAINING, SMALL, "--max-update 1 --save-dir", tmp_path])
     assert run_forked("fairseq_cli.train", train).returncode == 0
     last = tmp_path / "checkpoint_last.pt"
-    assert set(torch.load(last, weights_only=True)[dictionary_check.KEY]) == {"source", "target"}
+    record = torch.load(last, weights_only=True)[dictionaries.KEY]
+    assert record.keys() == {"dict.txt", "source", "target"}
+    assert len(set(record.values())) == 1  # both sides are the dictionary of the file
     others = tmp_path / "others"
     shutil.copytree(corpus.data, others)
     lines = (others / "dict.txt").read_text().splitlines()
@@ -82,14 +101,14 @@ def test_the_checksum_is_that_of_the_words_without_the_symbols_that_tasks_add():
     for word in ("a", "b"):
         dictionary.add_symbol(word)
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=None)
-    plain = dictionary_check.checksums(task)
+    of_words = {"source": dictionaries.checksum_of_words(["a", "b"])}
+    assert dictionary_check.checksums_of_task(task) == of_words
     dictionary.add_symbol("<mask>")
-    assert (
-        dictionary_check.checksums(task)
-        == plain
-        == {"source": dictionary_check.checksum(["a", "b"])}
-    )
-    checksum = dictionary_check.checksum
+    assert dictionary_check.checksums_of_task(task) == of_words
+
+
+def test_the_checksum_depends_on_the_order_of_the_words():
+    checksum = dictionaries.checksum_of_words
     assert checksum(["b", "a"]) != checksum(["a", "b"])
 
 
@@ -99,6 +118,5 @@ def test_a_task_without_dictionaries_has_no_checksums():
         def source_dictionary(self):
             raise NotImplementedError
 
-    assert dictionary_check.checksums(Task()) == {}
+    assert dictionary_check.checksums_of_task(Task()) == {}
     assert dictionary_check._checksums_of_data(OmegaConf.create({"task": {"data": None}})) == {}
-    assert Trainer.state_dict.__wrapped__

@@ -31,8 +31,9 @@ from lrpe_fairseq.encodings import (
 )
 from lrpe_fairseq.encodings.core.options import LONGEST, POSITION_GRIDS
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.errors import ChoiceError, Refusal
-from lrpe_fairseq.models.options import AttentionOptions, build_attention, one_sentence_errors
+from lrpe_fairseq.errors import ChoiceError, Refusal, one_sentence_errors
+from lrpe_fairseq.models.attention import build_attention
+from lrpe_fairseq.models.options import AttentionOptions
 
 PARTS = [
     *(("lrpe_lm", ""), ("lrpe_roberta", ""), ("lrpe_classifier", ""), ("lrpe_vit", "")),

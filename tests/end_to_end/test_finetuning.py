@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES
-from lrpe_fairseq.experiments.commands import evaluate, train_row
+from lrpe_fairseq.experiments.commands import eval_glue, finetune_glue
 from lrpe_fairseq.experiments.data import corpus as prep
 from lrpe_fairseq.experiments.data import glue, pieces
 from lrpe_fairseq.experiments.families import finetuning, load_named, runs
@@ -141,7 +141,7 @@ def test_a_task_is_learned_by_the_model_of_the_checkpoint(pretrained, finished, 
     assert model["optimization.max_update"] == 3 * 20
     assert found["attention_type"] == made.attention_type
     assert "a subset: 160 of" in found["protocol"]["glue"]
-    predicted, right = evaluate.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
+    predicted, right = eval_glue.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
     expected = glue.scores(glue.TASKS[name], predicted, right)
     assert found["metrics"]["valid"]["glue"] == pytest.approx(expected)
     assert len(right) == 48
@@ -194,7 +194,7 @@ def test_two_processes_share_the_batches_of_a_task_and_fill_the_same_cell(
     last = checkpoints.load(made.checkpoints / checkpoints.LAST)
     assert checkpoints.updates(last) == made.max_update() == 20
     assert made.differences(checkpoints.options(last)) == set()
-    predicted, right = evaluate.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
+    predicted, right = eval_glue.predict(made.checkpoints / checkpoints.BEST, made.data, "valid")
     best = checkpoints.load(made.checkpoints / checkpoints.BEST)["extra_state"]["best"]
     expected = glue.scores(glue.TASKS["STS-B"], predicted, right)[glue.TASKS["STS-B"].metrics[0]]
     assert best == pytest.approx(expected, abs=0.06)
@@ -243,7 +243,7 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
         CONFIGS / "roberta" / "finetune.yaml",
         "paper",
         ["RTE"],
-        train_row.RATES,
+        finetune_glue.RATES,
         [1],
     )
     assert set(by_hand) <= set(grid)
@@ -253,10 +253,10 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
 def test_only_the_checkpoints_of_its_table_fill_table_3(seed, monkeypatch):
     path = ROOT / f"runs/table8/small-RoPE-linear-seed{seed}/checkpoints/{checkpoints.BEST}"
     known = {"attention_type": "linear", "position_encoding": "rope", "label": "rope"}
-    monkeypatch.setattr(train_row, "source_of", lambda path: {"checkpoint": path, **known})
-    options = train_row._parse_finetuning([str(path), "all", "--scale", "small"])
+    monkeypatch.setattr(finetune_glue, "source_of", lambda path: {"checkpoint": path, **known})
+    options = finetune_glue._parse([str(path), "all", "--scale", "small"])
     home = ROOT / ("results/runs/table3" if seed == 1 else "runs/by-hand/table3")
-    assert all(home in run.result.parents for run in train_row._finetunings(options))
+    assert all(home in run.result.parents for run in finetune_glue._finetunings(options))
 
 
 @pytest.mark.parametrize("pretrained", ["softmax"], indirect=True)
@@ -266,11 +266,11 @@ def test_the_command_begins_with_the_pretrained_weights_and_says_what_came_out(
     made = finetuning_run(pretrained, tasks / "RTE", tmp_path, lr=0.0)
     few = ("optimizer.weight_decay=0.0", "optimization.max_update=5")
     made = replace(made, overrides=(*made.overrides, *few))
-    monkeypatch.setattr(train_row, "_finetunings", lambda options: [made])
+    monkeypatch.setattr(finetune_glue, "_finetunings", lambda options: [made])
     monkeypatch.setattr(FinetuningRun, "prepare_data", lambda self, source: None)
-    monkeypatch.setattr(train_row.report, "render", lambda *_: 0)
+    monkeypatch.setattr(finetune_glue.report, "render", lambda *_: 0)
     monkeypatch.setattr(schedule, "Children", ForkedChildren)
-    assert train_row.finetune(["unread.pt", "RTE", "--jobs", "2"]) == 0
+    assert finetune_glue.main(["unread.pt", "RTE", "--jobs", "2"]) == 0
     assert made.finished()
     assert f"{made.folder.name}: {made.outcome()}" in capsys.readouterr().out
     start = checkpoints.load(pretrained)["model"]
@@ -280,9 +280,9 @@ def test_the_command_begins_with_the_pretrained_weights_and_says_what_came_out(
 
 
 def test_the_command_refuses_in_one_sentence(capsys):
-    assert train_row.finetune(["absent.pt", "RTE", "--scale", "big"]) == 2
+    assert finetune_glue.main(["absent.pt", "RTE", "--scale", "big"]) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(r"finetune_glue: .*no scale 'big'.*\n", said)
-    assert train_row.finetune(["absent.pt", "rte"]) == 2
+    assert finetune_glue.main(["absent.pt", "rte"]) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(r"finetune_glue: .*unknown GLUE task 'rte'.*\n", said)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lrpe_fairseq.experiments import families
-from lrpe_fairseq.experiments.commands import evaluate
+from lrpe_fairseq.experiments.commands import eval_classifier
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -68,14 +68,14 @@ def test_prepared_images_are_learned_and_evaluated(prepared, tmp_path, capsys):
     assert made.finished()
     best, out = made.checkpoints / checkpoints.BEST, tmp_path / "out.json"
     given = [str(best), str(made.data), "--splits", "valid", "--out", str(out)]
-    assert evaluate.classifier(given) == 0
+    assert eval_classifier.main(given) == 0
     assert json.loads(out.read_text())["metrics"] == found["metrics"]
-    assert evaluate.classifier([*given, "--image-size", "40x24"]) == 0
+    assert eval_classifier.main([*given, "--image-size", "40x24"]) == 0
     both = json.loads(out.read_text())["metrics"]["valid"]
     assert both.pop("accuracy") == measured
     assert both["accuracy-at-40x24"]["examples"] == 24
     assert both["accuracy-at-40x24"]["accuracy"] > 75
-    assert evaluate.classifier([*given[:3], "test"]) == 2
+    assert eval_classifier.main([*given[:3], "test"]) == 2
     assert "has no split test" in capsys.readouterr().err
 
 

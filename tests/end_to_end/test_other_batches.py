@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from fairseq import tasks
 
-from lrpe_fairseq import compat
+from lrpe_fairseq.compat import resumed_place
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.tasks import images
 from tests.end_to_end.commands import PLUGIN, SMALL, TRAINING, configured, run_here, saved
@@ -89,8 +89,8 @@ def read(made, shuffle, stop=None):
 
 def resumed(trainer, place, saved_with, shuffle):
     """The samples that a training reads from ``place`` of another one."""
-    state = {"train_iterator": {**place, compat._BATCHES: saved_with}}
-    state = compat._load_for_these_batches(lambda *_: state, trainer, "checkpoint_last.pt")
+    state = {"train_iterator": {**place, resumed_place.BATCHES: saved_with}}
+    state = resumed_place.load_for_these_batches(lambda *_: state, trainer, "checkpoint_last.pt")
     made = iterators(trainer)
     for iterator in made:
         iterator.load_state_dict(state["train_iterator"])
@@ -109,7 +109,7 @@ def test_other_batches_read_the_rest_of_the_epoch_or_are_refused(
         before, after, when = CASES[name]
         monkeypatch.setattr(images, "get_global_world_size", lambda chosen=before: chosen.processes)
         trainer = prepared(config, before)
-        made, saved_with = iterators(trainer), compat._batches_in(config)
+        made, saved_with = iterators(trainer), resumed_place.batches_in(config)
         every, first = read(made, shuffle), read(iterators(trainer), shuffle, before.frequency)
         made[0]._cur_epoch_itr.n = before.frequency
         place = made[0].state_dict()

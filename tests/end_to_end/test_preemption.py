@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 from fairseq.tasks import FairseqTask
 
-from lrpe_fairseq import preemption
+from lrpe_fairseq.compat import preemption
+from lrpe_fairseq.compat.preemption import SAVED, TOGETHER
 from lrpe_fairseq.experiments.runner.processes import Children, Stopped
-from lrpe_fairseq.preemption import SAVED, TOGETHER
 from tests.end_to_end.commands import (
     LAUNCHER,
     SMALL,

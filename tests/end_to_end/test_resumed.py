@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.trainer import Trainer
 
-from lrpe_fairseq import batch_order
+from lrpe_fairseq.compat import batch_order
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     PLUGIN,

@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.models import options
-from lrpe_fairseq.models.checks import check_resumed
+from lrpe_fairseq.models import attention
+from lrpe_fairseq.models.resumption import check_resumed
 from tests.end_to_end.commands import SMALL, build, built, load, run_here, save
 from tests.end_to_end.test_fairseq_features import PAIRS, overridden
 
@@ -34,12 +34,12 @@ def layers_of(model):
 
 
 def test_every_layer_has_its_own_attention_and_the_log_says_which(corpus, caplog):
-    caplog.set_level(logging.INFO, options.__name__)
+    caplog.set_level(logging.INFO, attention.__name__)
     found = layers_of(build(corpus, STACK)[0])
     assert [(own.attention_type, own.encoding.name) for own in found] == KINDS
     assert [own.normalizer for own in found] == ["rotated", "content"] * 2
     assert [own.window for own in found] == [None, 3, 4, None]
-    said = [record.getMessage() for record in caplog.records if record.name == options.__name__]
+    said = [record.getMessage() for record in caplog.records if record.name == attention.__name__]
     assert said == [
         "attention-type linear,linear,softmax of 4 layers: linear, linear, softmax, linear",
         "attention-window 0,3,4 of 4 layers: 0, 3, 4, 0",

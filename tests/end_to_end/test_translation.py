@@ -13,7 +13,7 @@ from fairseq.data import data_utils
 from fairseq.dataclass.configs import GenerationConfig
 
 from lrpe_fairseq.attention.linear import NORMALIZERS
-from lrpe_fairseq.experiments.commands import evaluate
+from lrpe_fairseq.experiments.commands import eval_mt
 from lrpe_fairseq.experiments.families import translation
 from lrpe_fairseq.experiments.families.translation import Decoding, TranslationRun, score
 from lrpe_fairseq.experiments.records.runs import read_run
@@ -268,12 +268,12 @@ def prepared(pairs, tmp_path):
 def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
     trained, prepared, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(evaluate, "Children", ForkedChildren)
+    monkeypatch.setattr(eval_mt, "Children", ForkedChildren)
     folder = tmp_path / "trained"
     shutil.copytree(trained, folder)
     given = [str(folder / "checkpoint_last.pt"), str(prepared / "bin"), "--splits", "test"]
     out = ["--out", str(tmp_path / "run.json")]
-    assert evaluate.mt([*given, "--average", "2", "--beam", "2", *out]) == 0
+    assert eval_mt.main([*given, "--average", "2", "--beam", "2", *out]) == 0
     found = read_run(tmp_path / "run.json")
     assert "mean of the last 2 checkpoints, beam 2, length penalty 0.6" in found["protocol"]["beam"]
     assert found["position_encoding"]["encoder"] == "ape"
@@ -281,23 +281,23 @@ def test_the_script_scores_a_checkpoint_or_the_mean_of_the_last(
     assert found["metrics"]["test"]["beam"]["chrf"] > 60
     assert "tok:13a" in found["protocol"]["beam"]
     assert "test, beam: bleu" in capsys.readouterr().out
-    assert evaluate.mt([*given, "--average", "9", "--beam", "1", *out]) == 0
+    assert eval_mt.main([*given, "--average", "9", "--beam", "1", *out]) == 0
     there = len(list(folder.glob("checkpoint_*_*.pt")))  # fewer than nine
     said = read_run(tmp_path / "run.json")["protocol"]["beam"]
     assert f"mean of the last {there} checkpoints, beam 1" in said
-    assert evaluate.mt([*given, "--average", "1"]) == 0
+    assert eval_mt.main([*given, "--average", "1"]) == 0
     assert "one model, beam 4" in read_run(folder / "checkpoint_last.json")["protocol"]["beam"]
 
 
 def test_what_cannot_be_translated_gets_one_sentence_and_no_result(
     trained, prepared, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(evaluate, "Children", ForkedChildren)
+    monkeypatch.setattr(eval_mt, "Children", ForkedChildren)
     checkpoint, out = str(trained / "checkpoint_best.pt"), tmp_path / "run.json"
     options = ["--splits", "test", "--average", "1", "--out", str(out)]
 
     def said(*given):
-        assert evaluate.mt([*given, *options]) == 2
+        assert eval_mt.main([*given, *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("eval_mt: ")
         assert error.count("\n") == 1

@@ -14,9 +14,10 @@ from lrpe_fairseq.experiments.families import family_of
 from lrpe_fairseq.experiments.families.translation import EncoderDecoderRun
 from lrpe_fairseq.experiments.records import keys
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT
-from lrpe_fairseq.experiments.records.layout import load_tables
+from lrpe_fairseq.experiments.records.tables import load_tables
 from lrpe_fairseq.models import checks
-from lrpe_fairseq.models.checks import STOCK, check_resumed, unread_options
+from lrpe_fairseq.models.checks import STOCK, unread_options
+from lrpe_fairseq.models.resumption import check_resumed
 from lrpe_fairseq.models.translation import CrossOptions, LRPETransformerConfig, check_cross_options
 from lrpe_fairseq.patterns import check_length
 from tests.end_to_end.commands import SMALL, build, built, load, save

@@ -102,34 +102,6 @@ def test_a_constant_decay_that_needs_a_gradient_gets_one():
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted", "programs"),
-    pairwise(
-        [(1, 20), (64, 70), (330, 20)],
-        ["normalized", "sums", "numerator"],
-        [1, causal_triton.PROGRAMS],
-    ),
-)
-def test_sums_over_all_keys_equal_the_definition(shape, wanted, programs, monkeypatch):
-    """In one part and in several."""
-    monkeypatch.setattr(causal_triton, "PROGRAMS", programs)
-    inputs, results = example(*shape), []
-    for form, dtype in ((causal_triton.full_sums, None), (causal.full_definition, torch.float64)):
-        own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
-        results.append(with_gradients(form(*own, wanted, EPS), own))
-    assert_near(*results, 1e-5)
-
-
-def test_sums_over_all_keys_have_second_derivatives():
-    inputs, seconds = [x[:, :, :3] for x in example(3)], []
-    for form in (causal_triton.full_sums, causal.full_definition):
-        own = [x.detach().requires_grad_() for x in inputs]
-        out = form(*own, "normalized", EPS)[0]
-        firsts = torch.autograd.grad(out.square().sum(), own, create_graph=True)
-        seconds.append(torch.autograd.grad(sum(x.square().sum() for x in firsts), own))
-    assert_near(*seconds, 1e-4)
-
-
-@pytest.mark.parametrize(
     ("keys", "values", "programs"),
     [(32, 32, 256), (64, 64, 256), (64, 64, 1), (128, 64, 1), (200, 96, 1), (5, 3, 256)],
 )

@@ -4,9 +4,10 @@ import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import docs, frame, plots
-from lrpe_fairseq.experiments.report.frame import public_name
-from tests.report.test_frame import TABLE, checkout
+from lrpe_fairseq.experiments.report import docs, plots
+from lrpe_fairseq.experiments.report.methods import public_name
+from lrpe_fairseq.experiments.report.results import results_of
+from tests.report.test_columns import TABLE, checkout
 
 NAMES = [name for name in ENCODINGS if public_name(name) == name]
 FREE = ("lrpe:identity:rotation-learned", "lrpe:identity:unitary", "fox,fox,none", "3-gram counts")
@@ -57,6 +58,16 @@ def test_variants_of_a_method_have_its_color_and_marker():
     assert found["fox, layernorm"]["linestyle"] == "--"
 
 
+def test_n_grams_are_grey_and_take_no_place_of_a_method():
+    methods = [plots.NGRAMS, "fox", plots.CACHED]
+    found = plots.styles(methods)
+    assert list(found) == methods
+    assert found["fox"] == ALONE["fox"]
+    both = found[plots.NGRAMS], found[plots.CACHED]
+    assert all(own["color"] == "grey" and own["marker"] == "" for own in both)
+    assert both[0]["linestyle"] != both[1]["linestyle"]
+
+
 def test_every_listed_name_is_an_encoding_and_has_one_place():
     listed = [name for names in plots.LOOKS.values() for name in names.split() if name != "-"]
     assert len(set(listed)) == len(listed)
@@ -78,9 +89,9 @@ def root(tmp_path):
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(path.read_text().replace('"demo"', '"other"'))
     (tmp_path / "docs").mkdir()
-    frame.results.cache_clear()
+    results_of.cache_clear()
     yield tmp_path
-    frame.results.cache_clear()
+    results_of.cache_clear()
 
 
 def drawn(root):

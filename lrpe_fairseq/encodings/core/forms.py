@@ -15,10 +15,6 @@ Planes = tuple[Tensor, ...]
 """A real tensor as (re,) or a complex tensor as (re, im)."""
 
 
-OnePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Encodes q and k; see :meth:`QueryKeyEncoding.one_pass`."""
-
-
 LOWEST = -3e4
 """Smallest bias: exp(-3e4) is 0 in every floating dtype, and float16 can represent -3e4."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings.core.companions import POSITIONS, check_companion
-from lrpe_fairseq.kernels.dispatch import is_transformed
+from lrpe_fairseq.kernels.conditions import is_transformed
 
 Lags = tuple[int, int]
 """The smallest and the largest lag s - t of a call."""

@@ -21,14 +21,15 @@ from lrpe_fairseq.encodings.core.forms import (
     ByToken,
     Fold,
     Form,
-    OnePass,
     Transport,
     masked_softmax,
 )
 from lrpe_fairseq.encodings.core.options import EncodingSpec, query_scale
 from lrpe_fairseq.encodings.core.parameters import Float32Module
-from lrpe_fairseq.encodings.core.positions import Lags
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.encodings.core.positions import Lags, check_positions
+from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.conditions import without_autocast
+from lrpe_fairseq.kernels.encode.encode import Transform
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,7 @@ class Encoding(Float32Module):
             return None, {}
         with without_autocast(x):
             w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
-            given = w, w, positions, positions
-            encode = self.one_pass(*given, phi=False)
-            w = self.in_parts(*given)[1] if encode is None else encode(w, w)[1]
-        return Transport(w, beta), {"reflections": tail}
+            return Transport(self.encode_one(w, positions), beta), {"reflections": tail}
 
     def places(
         self,
@@ -301,15 +299,53 @@ class QueryKeyEncoding(Encoding):
         """Width D' of the encoded features."""
         return self.spec.head_dim
 
-    def one_pass(
-        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
-    ) -> OnePass | None:
-        """Return a function that encodes in one pass over memory, or None without such a kernel.
+    def transform(self, phi: bool) -> Transform | None:
+        """Return Lambda^(s) P as data that kernels compute in one pass, or None.
 
-        It encodes tensors like q and k as :meth:`forward` does, with ``phi`` after the feature map
-        1 + elu(x).
+        phi: True if the feature map 1 + elu(x) comes first.
         """
         return None
+
+    def encode_both(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Encode q and k in one pass over memory where a kernel does, else by its parts.
+
+        The result is that of :meth:`forward`; with ``phi`` together with the feature map.
+        """
+        transform = self.transform(phi)
+        if transform is not None:
+            self.check(q_positions, q)
+            # self-attention has one object of positions for queries and keys of one shape
+            if k_positions is not q_positions or k.shape[2] != q.shape[2]:
+                self.check(k_positions, k)
+            encoded = dispatch.encode_both(q, k, transform, q_positions, k_positions)
+            if encoded is not None:
+                return encoded
+        if not phi:
+            return self.in_parts(q, k, q_positions, k_positions)
+        if self.before_feature_map:
+            return dispatch.feature_maps(*self(q, k, q_positions, k_positions))
+        return self.in_parts(*dispatch.feature_maps(q, k), q_positions, k_positions)
+
+    def encode_one(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Encode x (B, H, T, D) like keys, without the feature map; see :meth:`encode_both`."""
+        transform = self.transform(phi=False)
+        if transform is not None:
+            self.check(positions, x)
+            encoded = dispatch.encode_one(x, transform, positions)
+            if encoded is not None:
+                return encoded
+        return self.in_parts(x, x, positions, positions)[1]
+
+    def has_one_launch(self, q: Tensor, k: Tensor) -> bool:
+        """True if one launch on a GPU encodes q and k, which is cheaper than :meth:`fold`."""
+        transform = self.transform(phi=False)
+        return transform is not None and dispatch.encodes_in_one_launch(q, k, transform.variant)
+
+    def check(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Return positions of x (B, H, T, D) after :func:`check_positions`."""
+        return check_positions(positions, x)
 
 
 class ScoreEncoding(Encoding):

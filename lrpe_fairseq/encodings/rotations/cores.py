@@ -1,7 +1,7 @@
 """The position-dependent unitary maps Lambda^(s) of the LRPE family (Eq. 23-25, C.7, C.8).
 
-``core.at(positions, dtype)`` returns the phases or indices, which depend only on the positions.
-``core(planes, core.at(...))`` applies Lambda^(s) to the last axis of every plane (..., T, D).
+``core.powers(positions, dtype)`` returns the phases or indices, which depend only on the positions.
+``core(planes, core.powers(...))`` applies Lambda^(s) to the last axis of every plane (..., T, D).
 """
 
 import warnings
@@ -26,9 +26,9 @@ from lrpe_fairseq.encodings.rotations.angles import AngleFloor, AngleOptions, Lo
 from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers, permute
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.dispatch import is_plain, is_transformed
-from lrpe_fairseq.kernels.encode import encode, encode_cpu
+from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.conditions import is_plain, is_transformed
+from lrpe_fairseq.kernels.encode.encode import Angles, Transform, Variant, rotated
 
 BASE = 10000.0
 """Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
@@ -113,7 +113,7 @@ class Rotation(nn.Module):
             self.theta_without_floor, self.theta = theta, self.floor(theta)
             self.register_load_state_dict_post_hook(_apply_loaded_floor)
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex.
 
         Or for places s, float64 (B, H, T, E) or (B, H, T, 1), which are not cached.
@@ -124,18 +124,18 @@ class Rotation(nn.Module):
         return self.cache.get((positions, self.theta), dtype, compute)
 
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the result of :meth:`at`."""
+        """Compute the result of :meth:`powers`."""
         angles, device = self.angles, positions.device
         if positions.is_floating_point() and not angles.requires_grad:  # not cached
             angles = constant(tuple(angles.tolist()), exact_type(device), device)
         return phases(positions, angles, dtype)
 
-    def in_kernel(self, device: torch.device) -> encode.Angles | None:
-        """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`at`."""
-        return encode.Angles(constant(tuple(self.angles.tolist()), torch.float64, device))
+    def in_kernel(self, device: torch.device) -> Angles | None:
+        """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`powers`."""
+        return Angles(constant(tuple(self.angles.tolist()), torch.float64, device))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
-        """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`at`."""
+        """Rotate every plane (..., T, D) by ``turn``, the result of :meth:`powers`."""
         return tuple(rotate_pairs(x, turn) for x in planes)
 
 
@@ -159,9 +159,9 @@ class LearnedRotation(Rotation):
         self.theta = undecayed((theta if self.floor is None else self.floor(theta)).float())
         self.cache = None
 
-    def in_kernel(self, device: torch.device) -> encode.Angles:
+    def in_kernel(self, device: torch.device) -> Angles:
         """Return the learned angles."""
-        return encode.Angles(self.angles)
+        return Angles(self.angles)
 
 
 class HalfRotation(Rotation):
@@ -258,7 +258,7 @@ class Permutation(nn.Module):
         self.register_buffer("permutation", draw)
         self.cycles = CyclicPowers()
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the indices of pi^s, (T, D) or (B, 1, T, D)."""
         return over_heads(self.cycles.powers(self.permutation, positions), positions)
 
@@ -267,7 +267,7 @@ class Permutation(nn.Module):
         return self.cycles.cycles(self.permutation)
 
     def forward(self, planes: Planes, power: Tensor) -> Planes:
-        """Permute the last axis of every plane (..., T, D) by ``power``, from :meth:`at`."""
+        """Permute the last axis of every plane (..., T, D) by ``power``, from :meth:`powers`."""
         return tuple(permute(x, power) for x in planes)
 
 
@@ -326,18 +326,21 @@ class _Phases(torch.autograd.Function):
         return of_theta, of_s, None
 
 
+ROTATION = Variant(phi=False)
+
+
 def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn``.
 
     turn: (T, E) or (B, 1, T, E), or one per head, (H, T, E) or (B, H, T, E). The features from 2E
         on are unchanged.
     """
-    form = encode.Form(phi=False)
-    if encode_cpu.serves(x, form):
-        return encode.by_head(lambda x, at: encode_cpu.encode(x, None, at, form), x, turn)
+    turned = dispatch.applied(x, turn, ROTATION)
+    if turned is not None:
+        return turned
     if x.shape[-1] % 2 or not is_plain(x, turn):
         # rows of odd width are not aligned to complex numbers; compilers do not support them
-        return encode.rotated(x, turn)
+        return rotated(x, turn)
     width = 2 * turn.shape[-1]
     turned = torch.view_as_real(_pairs(x[..., :width]) * turn).flatten(-2)
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)
@@ -350,18 +353,23 @@ def rotate_both(
 
     Computed in float32 or wider, by one kernel on a GPU. The result has the dtype of q and k.
     """
-    at = check_positions(q_positions, q), check_positions(k_positions, k)
-    kernels, form = (
-        loader.triton_kernels("lrpe_fairseq.kernels.encode.encode_triton"),
-        encode.Form(False),
+    check_positions(q_positions, q)
+    check_positions(k_positions, k)
+    transform = Transform(
+        ROTATION,
+        powers=lambda positions, dtype: phases_by_head(positions, theta, dtype),
+        angles=lambda device: Angles(theta.to(device)),
     )
-    if kernels is not None and kernels.serves(q, k, form):
-        return kernels.encode(q, k, None, encode.Angles(theta.to(q.device)), at, form)
+    encoded = dispatch.encode_both(q, k, transform, q_positions, k_positions)
+    if encoded is not None:
+        return encoded
     wide = torch.promote_types(q.dtype, torch.float32)
-    of_q = phases_by_head(at[0], theta, wide)
-    of_k = of_q if at[1] is at[0] else phases_by_head(at[1], theta, wide)
-    q, k = (rotate_pairs(x.to(wide), turn).to(x.dtype) for x, turn in ((q, of_q), (k, of_k)))
-    return q, k
+    q_turn = phases_by_head(q_positions, theta, wide)
+    same = k_positions is q_positions
+    k_turn = q_turn if same else phases_by_head(k_positions, theta, wide)
+    turned_q = rotate_pairs(q.to(wide), q_turn).to(q.dtype)
+    turned_k = rotate_pairs(k.to(wide), k_turn).to(k.dtype)
+    return turned_q, turned_k
 
 
 def _pairs(x: Tensor) -> Tensor:

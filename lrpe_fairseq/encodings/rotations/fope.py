@@ -109,13 +109,13 @@ class FourierSeries(Rotation):
         """The frequencies, which are scaled already."""
         return self.theta
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return C + i S of every head and position: (H, T, E) or (B, H, T, E), complex.
 
         The series is summed in float64 and then cast.
         """
         exact = exact_type(positions.device)
-        basis, (a, b) = super().at(positions, exact), self.coefficients.to(exact)
+        basis, (a, b) = super().powers(positions, exact), self.coefficients.to(exact)
         return torch.complex((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.core.forms import Fold
 from lrpe_fairseq.encodings.core.positions import check_positions
-from lrpe_fairseq.kernels.dispatch import (
+from lrpe_fairseq.kernels.conditions import (
     gradients_of,
     is_plain,
     reads_are_free,

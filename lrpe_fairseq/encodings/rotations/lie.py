@@ -42,7 +42,7 @@ from lrpe_fairseq.encodings.rotations.generators import (
     turn,
 )
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import may_read_values
+from lrpe_fairseq.kernels.conditions import may_read_values
 
 NOISE = 0.001
 """Standard deviation of the noise in an entry of A on a line. 0.01 would remove the slow rotations

@@ -9,13 +9,12 @@ The planes are concatenated last, so that the inner product of two results is Re
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.core.companions import REAL, check_companion
-from lrpe_fairseq.encodings.core.forms import Fold, OnePass, Planes
+from lrpe_fairseq.encodings.core.forms import Fold, Planes
 from lrpe_fairseq.encodings.core.options import EncodingSpec
 from lrpe_fairseq.encodings.core.positions import check_positions
 from lrpe_fairseq.encodings.core.protocols import Card, QueryKeyEncoding
@@ -30,8 +29,7 @@ from lrpe_fairseq.encodings.rotations.projections import (
 )
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.encode import encode, encode_cpu
+from lrpe_fairseq.kernels.encode.encode import Transform, Variant
 
 
 class LRPE(QueryKeyEncoding):
@@ -126,71 +124,47 @@ class LRPE(QueryKeyEncoding):
     ) -> tuple[Tensor, Tensor]:
         """Apply Lambda^(s) to the planes of P q and P k; see :class:`Fold`."""
         wide = torch.promote_types(q[0].dtype, torch.float32)
-        self._check(q_positions, q[0]), self._check(k_positions, k[0])
-        at_q, at_k = self._at((q_positions, k_positions), wide)
-        return self._turned(q, at_q, wide), self._turned(k, at_k, wide)
+        self.check(q_positions, q[0])
+        self.check(k_positions, k[0])
+        q_power = self.core.powers(q_positions, wide)
+        same = k_positions is q_positions  # as in self-attention
+        k_power = q_power if same else self.core.powers(k_positions, wide)
+        return self._turned(q, q_power, wide), self._turned(k, k_power, wide)
 
-    def one_pass(
-        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
-    ) -> OnePass | None:
-        """Use a compiled kernel; see :meth:`QueryKeyEncoding.one_pass`.
+    def transform(self, phi: bool) -> Transform | None:
+        """Return P and Lambda^(s) as data; see :meth:`QueryKeyEncoding.transform`.
 
         No kernel has a Fourier matrix P with a Lambda that is not unitary.
         """
         fourier = isinstance(self.projection, Fourier)
-        if fourier and not isinstance(self.core, Unitary):
+        unitary = isinstance(self.core, Unitary)
+        if fourier and not unitary:
             return None
-        form = encode.Form(
+        variant = Variant(
             phi=phi,
             halves=isinstance(self.projection, OddEven),
-            wide=isinstance(self.core, Unitary),
+            wide=unitary,
             permutes=isinstance(self.core, Permutation),
             fourier=fourier,
         )
-        at = self._check(q_positions, q), self._check(k_positions, k)
-        kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode.encode_triton")
-        if kernels is not None and kernels.serves(q, k, form):
-            v = self.projection.v if isinstance(self.projection, Householder) else None
-            placed = at[0].is_floating_point()
-            by = None if placed else self.core.in_kernel(q.device)
-            at = at if by is not None else self._at(at, torch.float32)
-            return lambda q, k: kernels.encode(q, k, v, by, at, form)
-        if encode_cpu.serves(q, form) and encode_cpu.serves(k, form):
-            return partial(self._in_cpp, form, self._at(at, q.dtype))
-        return None
+        return Transform(
+            variant=variant,
+            powers=self.core.powers,
+            angles=self.core.in_kernel,
+            normal=self.projection.v if isinstance(self.projection, Householder) else None,
+            matrix=self.projection.matrix if fourier else None,
+        )
 
-    def _in_cpp(
-        self, form: encode.Form, at: tuple[object, object], q: Tensor, k: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute Lambda P phi of q and k by the C++ kernel; ``at`` is the result of ``_at``."""
-        p = None
-        if isinstance(self.projection, Householder):
-            p = self.projection.unit(q.dtype)
-        elif form.fourier:
-            p = self.projection.matrix(q.dtype, q.device)
-
-        def run(x: Tensor, at: object) -> Tensor:
-            return encode_cpu.encode(x, p, at, form)
-
-        by_head = (lambda run, x, at: run(x, at)) if form.permutes else encode.by_head
-        return by_head(run, q, at[0]), by_head(run, k, at[1])
-
-    def _at(self, positions: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[object, object]:
-        """Return phases or indices of the positions of q and k, computed once if they are equal."""
-        of_q = self.core.at(positions[0], dtype)
-        same = positions[1] is positions[0]
-        return of_q, of_q if same else self.core.at(positions[1], dtype)
-
-    def _check(self, positions: Tensor, x: Tensor) -> Tensor:
-        """Return positions after :func:`check_positions`, or places of x (B, ..., T, D)."""
+    def check(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Return positions after :func:`check_positions`, or sums of increments for x."""
         if self.increments is None or getattr(positions, "ndim", 0) != 4:
             return check_positions(positions, x)
         shape = x.shape[0], self.spec.num_heads, x.shape[-2]
         shapes = (*shape, self.core.angles.shape[-1]), (*shape, 1)
-        return check_companion("places", positions, REAL, "(B, H, T, E or 1)", shapes, x)
+        return check_companion("phases", positions, REAL, "(B, H, T, E or 1)", shapes, x)
 
-    def _turned(self, planes: Planes, at: object, wide: torch.dtype) -> Tensor:
-        turned = self.core(tuple(x.to(wide) for x in planes), at)
+    def _turned(self, planes: Planes, power: Tensor, wide: torch.dtype) -> Tensor:
+        turned = self.core(tuple(x.to(wide) for x in planes), power)
         turned = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
         return turned.to(planes[0].dtype)
 

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings.core.positions import PositionCache
-from lrpe_fairseq.kernels.dispatch import may_read_values
-from lrpe_fairseq.kernels.encode import encode, encode_cpu
+from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.conditions import may_read_values
+from lrpe_fairseq.kernels.encode.encode import Variant, along_cycles
+
+PERMUTATION = Variant(phi=False, permutes=True)
 
 
 def permute(x: Tensor, index: Tensor) -> Tensor:
     """Return x[..., index[..., j]] for x (..., D) and int64 indices that broadcast to its shape."""
-    form = encode.Form(phi=False, permutes=True)
-    if encode_cpu.serves(x, form):
-        return encode_cpu.encode(x, None, index, form)
-    return x.gather(-1, index.expand_as(x))
+    permuted = dispatch.applied(x, index, PERMUTATION)
+    return x.gather(-1, index.expand_as(x)) if permuted is None else permuted
 
 
 class CyclicPowers:
@@ -34,25 +35,25 @@ class CyclicPowers:
 
     def powers(self, permutation: Tensor, positions: Tensor) -> Tensor:
         """Return pi^s(j), int64 of shape s.shape + pi.shape, for pi (D,) or (H, D) and any s."""
-        form = self.cycles(permutation)
-        compute = partial(encode.along_cycles, form, positions)
-        return self._of_positions.get((positions, form), None, compute)
+        cycles = self.cycles(permutation)
+        compute = partial(along_cycles, cycles, positions)
+        return self._of_positions.get((positions, cycles), None, compute)
 
     def cycles(self, permutation: Tensor) -> Tensor:
-        """Return :func:`cycle_form` of pi."""
+        """Return :func:`cycles_of` pi."""
         if not may_read_values(permutation):
-            return cycle_form(permutation)
+            return cycles_of(permutation)
         version = -1 if permutation.is_inference() else permutation._version  # none in inference
         known, mark = self._known, (version, permutation.data_ptr())
         if known is not None and known[0] is permutation and known[1] == mark:
             return known[2]
-        with torch.inference_mode(False):  # the cached form must be usable in training
-            form = cycle_form(torch.tensor(permutation.tolist(), device=permutation.device))
-        self._known = permutation, mark, form
-        return form
+        with torch.inference_mode(False):  # cached cycles must be usable in training
+            cycles = cycles_of(torch.tensor(permutation.tolist(), device=permutation.device))
+        self._known = permutation, mark, cycles
+        return cycles
 
 
-def cycle_form(permutation: Tensor) -> Tensor:
+def cycles_of(permutation: Tensor) -> Tensor:
     """Return the cycles of pi (..., D): start, step, length and members, int64 (4, ..., D).
 
     ``members`` lists the elements cycle by cycle, with j at start[j] + step[j], hence
@@ -60,16 +61,16 @@ def cycle_form(permutation: Tensor) -> Tensor:
     this works on any device, with fake tensors and under torch.compile.
     """
     width = permutation.shape[-1]
-    own = torch.arange(width, device=permutation.device).expand_as(permutation)
-    powers = own.unsqueeze(0)  # pi^n for n = 0, 1, ..., at least width
+    features = torch.arange(width, device=permutation.device).expand_as(permutation)
+    powers = features.unsqueeze(0)  # pi^n for n = 0, 1, ..., at least width
     jump = permutation  # pi^(number of rows of powers)
     while powers.shape[0] <= width:
         powers = torch.cat([powers, jump.expand_as(powers).gather(-1, powers)])
         jump = jump.gather(-1, jump)
     first = powers.amin(0)  # the smallest element of each cycle
-    length = 1 + (powers[1:] == own).int().argmax(0)
+    length = 1 + (powers[1:] == features).int().argmax(0)
     step = (-(powers == first).int().argmax(0)) % length
-    lengths = (first == own).long() * length  # at the first element of each cycle, else 0
+    lengths = (first == features).long() * length  # at the first element of each cycle, else 0
     start = (lengths.cumsum(-1) - lengths).gather(-1, first)
-    members = torch.empty_like(permutation).scatter(-1, start + step, own)
+    members = torch.empty_like(permutation).scatter(-1, start + step, features)
     return torch.stack([start, step, length, members])

@@ -7,13 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.departures import Departure
-from lrpe_fairseq.encodings.core.forms import Form, OnePass
+from lrpe_fairseq.encodings.core.forms import Form
 from lrpe_fairseq.encodings.core.options import EncodingSpec
 from lrpe_fairseq.encodings.core.positions import Lags, check_positions, constant
 from lrpe_fairseq.encodings.core.protocols import Card, QueryKeyEncoding
 from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers, permute
-from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.encode import encode, encode_cpu
+from lrpe_fairseq.kernels.encode.encode import Transform, Variant
 
 PUBLISHED_SEED = 0xDEADBEEFDEADBEEF
 """Seed of the one permutation of the departure ``permuteformer-shared-permutation``."""
@@ -60,22 +59,16 @@ class PermuteFormer(QueryKeyEncoding):
             for x, positions in ((q, q_positions), (k, k_positions))
         )
 
-    def one_pass(
-        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
-    ) -> OnePass | None:
-        """Use a kernel that supports q and k; see :meth:`QueryKeyEncoding.one_pass`."""
-        form = encode.Form(phi=phi, permutes=True)
-        kernels = loader.triton_kernels("lrpe_fairseq.kernels.encode.encode_triton")
-        if kernels is not None and kernels.serves(q, k, form):
-            cycles, at = self.cycles.cycles(self.permutation), (q_positions, k_positions)
-            check_positions(q_positions, q), check_positions(k_positions, k)
-            return lambda q, k: kernels.encode(q, k, None, cycles, at, form)
-        if not (encode_cpu.serves(q, form) and encode_cpu.serves(k, form)):
-            return None
-        of_q = self._order(check_positions(q_positions, q))
-        of_k = self._order(check_positions(k_positions, k))
-        run = encode_cpu.encode
-        return lambda q, k: (run(q, None, of_q, form), run(k, None, of_k, form))
+    def transform(self, phi: bool) -> Transform:
+        """Return the permutations as data; see :meth:`QueryKeyEncoding.transform`."""
+        variant = Variant(phi=phi, permutes=True)
+        return Transform(variant, powers=self._powers, angles=self._cycles)
+
+    def _powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._order(positions)
+
+    def _cycles(self, device: torch.device) -> Tensor:
+        return self.cycles.cycles(self.permutation)
 
     def _order(self, positions: Tensor) -> Tensor:
         """Return the indices of pi_h^s, (H, T, D) or (B, H, T, D)."""

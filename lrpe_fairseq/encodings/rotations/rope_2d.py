@@ -139,7 +139,7 @@ class MixedRotation(nn.Module):
         self.row = undecayed(torch.cat([magnitude * d.sin() for d in halves], -1).float())
         self.column = undecayed(torch.cat([magnitude * d.cos() for d in halves], -1).float())
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the phases of every head and position: (H, T, E) or (B, H, T, E), complex."""
         row, column = axes_of(positions, self.grid_width)
         turn = phases_by_head(row, self.row, dtype)

@@ -13,7 +13,7 @@ from lrpe_fairseq.encodings.core.parameters import Float32Module, drawn
 from lrpe_fairseq.encodings.core.protocols import Card
 from lrpe_fairseq.encodings.rotations.cores import rotate_pairs
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 
 DIAGONAL = "tape-diagonal"
 
@@ -106,8 +106,8 @@ class TAPE(LRPE):
         wide = torch.promote_types(like.dtype, torch.float32)
         one = like.new_zeros(1, 1, like.shape[2], like.shape[3], dtype=wide)
         one[..., ::2] = 1.0
-        at = self.core.at(self._check(positions, like), wide)
-        return rotate_pairs(one.expand(len(at) if at.dim() == 4 else 1, *like.shape[1:]), at)
+        turn = self.core.powers(self.check(positions, like), wide)
+        return rotate_pairs(one.expand(len(turn) if turn.dim() == 4 else 1, *like.shape[1:]), turn)
 
     def turned(self, x: Tensor, e: Tensor) -> Tensor:
         """Return e x for q or k (B, H, T, D) and states (B or 1, H, T, D), in the dtype of x."""

@@ -16,7 +16,7 @@ from lrpe_fairseq.encodings.core.positions import (
     known_lags,
 )
 from lrpe_fairseq.encodings.core.protocols import ScoreEncoding
-from lrpe_fairseq.kernels.dispatch import may_read_values
+from lrpe_fairseq.kernels.conditions import may_read_values
 
 
 class LagBias(ScoreEncoding):

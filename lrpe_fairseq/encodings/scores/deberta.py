@@ -17,7 +17,7 @@ from lrpe_fairseq.encodings.core.positions import (
 )
 from lrpe_fairseq.encodings.core.protocols import Card, ScoreEncoding
 from lrpe_fairseq.encodings.scores.biases import pick
-from lrpe_fairseq.kernels.dispatch import may_read_values
+from lrpe_fairseq.kernels.conditions import may_read_values
 
 
 class DeBERTa(ScoreEncoding):

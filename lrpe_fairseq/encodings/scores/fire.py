@@ -20,7 +20,7 @@ from lrpe_fairseq.encodings.core.positions import (
 )
 from lrpe_fairseq.encodings.core.protocols import Card, Properties
 from lrpe_fairseq.encodings.scores.biases import LagBias
-from lrpe_fairseq.kernels.dispatch import reads_are_free
+from lrpe_fairseq.kernels.conditions import reads_are_free
 
 EPS = 1e-6
 """Added to the denominator, as in the published code."""

@@ -9,7 +9,7 @@ from lrpe_fairseq.encodings.core.options import EncodingSpec
 from lrpe_fairseq.encodings.core.parameters import undecayed
 from lrpe_fairseq.encodings.core.protocols import Card
 from lrpe_fairseq.encodings.scores.biases import LagBias
-from lrpe_fairseq.kernels.dispatch import is_transformed
+from lrpe_fairseq.kernels.conditions import is_transformed
 
 SMALLEST = 0.01
 """The smallest value of r1 and r2, as in the authors' code."""

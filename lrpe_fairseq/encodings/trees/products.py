@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.core.positions import PositionCache
 from lrpe_fairseq.encodings.trees import nodes
-from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain, may_read_values
+from lrpe_fairseq.kernels.conditions import gradients_of, is_plain, may_read_values
 
 
 class Step(NamedTuple):

@@ -12,7 +12,7 @@ from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import drawn
 from lrpe_fairseq.encodings.core.protocols import Card, Encoding, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.none import Unchanged
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.encodings.core.forms import OnePass
 from lrpe_fairseq.encodings.core.grids import axes_of
 from lrpe_fairseq.encodings.core.options import EncodingOptions, EncodingSpec
 from lrpe_fairseq.encodings.core.protocols import Encoding, QueryKeyEncoding
@@ -94,32 +92,32 @@ class GridEncoding(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Encode q and k by rows and columns; see :meth:`QueryKeyEncoding.forward`."""
-        at = self._positions(q_positions, k_positions)
-        each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
-        encoded = [part(*given) for part, *given in each]
-        return tuple(_joined(halves) for halves in zip(*encoded, strict=True))
+        axes = self._axes_of_both(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *axes, strict=True)
+        q_parts, k_parts = zip(*(part(*features) for part, *features in each), strict=True)
+        return _joined(q_parts), _joined(k_parts)
 
-    def one_pass(
+    def encode_both(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
-    ) -> OnePass | None:
-        """Use the kernels of the parts; see :meth:`QueryKeyEncoding.one_pass`."""
-        at = self._positions(q_positions, k_positions)
-        each = zip(self.parts, self._split(q), self._split(k), *at, strict=True)
-        encode = [part.one_pass(*given, phi) for part, *given in each]
-        return None if None in encode else partial(self._by_parts, encode)
+    ) -> tuple[Tensor, Tensor]:
+        """Encode the features of every part, each with its kernel if it has one."""
+        axes = self._axes_of_both(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *axes, strict=True)
+        encoded = [part.encode_both(*features, phi) for part, *features in each]
+        q_parts, k_parts = zip(*encoded, strict=True)
+        return _joined(q_parts), _joined(k_parts)
 
-    def _by_parts(self, encode: list[OnePass], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode the features of every part of q and k with a function of its own."""
-        each = zip(encode, self._split(q), self._split(k), strict=True)
-        q, k = map(_joined, zip(*(f(*parts) for f, *parts in each), strict=True))
-        return q, k
+    def has_one_launch(self, q: Tensor, k: Tensor) -> bool:
+        """True if every part has it; see :meth:`QueryKeyEncoding.has_one_launch`."""
+        each = zip(self.parts, self._split(q), self._split(k), strict=True)
+        return all(part.has_one_launch(*features) for part, *features in each)
 
-    def _positions(
+    def _axes_of_both(
         self, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the positions of q and of k on each axis; the same tensors if they are equal."""
-        at_q = self._axes(q_positions)
-        return at_q, at_q if k_positions is q_positions else self._axes(k_positions)
+        q_axes = self._axes(q_positions)
+        return q_axes, q_axes if k_positions is q_positions else self._axes(k_positions)
 
     def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
         return axes_of(positions, self.spec.options.grid_width, self.grid)

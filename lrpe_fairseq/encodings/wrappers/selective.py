@@ -20,7 +20,7 @@ from lrpe_fairseq.encodings.core.protocols import Card
 from lrpe_fairseq.encodings.rotations.cores import CORES, Rotation
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.dispatch import without_autocast
+from lrpe_fairseq.kernels.conditions import without_autocast
 
 RANK, TAPS = 16, 4
 """Rank of the map from the text, and width of the causal filter, as in the authors' code."""

@@ -37,8 +37,8 @@ def passed(name: str, check: Callable[[], str]) -> bool:
     try:
         print(f"ok    {name}: {check()}", flush=True)
     except Exception as error:  # any exception here would also break a run
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"FAIL  {name}: {said}", flush=True)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"FAIL  {name}: {reason}", flush=True)
         return False
     return True
 
@@ -47,15 +47,15 @@ def versions() -> str:
     """Require Python 3.11 or 3.12, a torch that loads checkpoints safely, and our fairseq."""
     import torch
 
-    found = {"Python": platform.python_version(), "torch": torch.__version__}
-    found["fairseq"] = importlib.metadata.version("fairseq-fixed")
+    installed = {"Python": platform.python_version(), "torch": torch.__version__}
+    installed["fairseq"] = importlib.metadata.version("fairseq-fixed")
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        raise ValueError(f"Python {found['Python']}; 3.11 or 3.12 is needed")
-    if tuple(map(int, found["torch"].split(".")[:2])) < (2, 6):
-        raise ValueError(f"torch {found['torch']}; 2.6 or later is needed")
-    if found["fairseq"] != FAIRSEQ:
-        raise ValueError(f"fairseq-fixed {found['fairseq']}; {FAIRSEQ} is needed")
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+        raise ValueError(f"Python {installed['Python']}; 3.11 or 3.12 is needed")
+    if tuple(map(int, installed["torch"].split(".")[:2])) < (2, 6):
+        raise ValueError(f"torch {installed['torch']}; 2.6 or later is needed")
+    if installed["fairseq"] != FAIRSEQ:
+        raise ValueError(f"fairseq-fixed {installed['fairseq']}; {FAIRSEQ} is needed")
+    return ", ".join(f"{name} {version}" for name, version in installed.items())
 
 
 def plugin() -> str:
@@ -92,24 +92,26 @@ def training() -> str:
 
     from lrpe_fairseq.attention.multihead import MultiheadAttention
 
-    count, found = torch.cuda.device_count(), []
+    count = torch.cuda.device_count()
+    findings = []
     if count > 1 and not torch.distributed.is_nccl_available():
         raise ValueError(f"{count} GPUs, but this torch has no NCCL")
     half = torch.bfloat16 if count and torch.cuda.get_device_capability() >= (8,) else torch.float16
     for device, dtype in (("cpu", torch.float32), *((f"cuda:{n}", half) for n in range(count))):
         for attention, name in FORMS:
             choices = {"attention_type": attention, "position_encoding": name}
-            layer, grads = MultiheadAttention(128, 2, causal=True, **choices), []
+            layer = MultiheadAttention(128, 2, causal=True, **choices)
+            grads = []
             x = torch.randn(2, 100, 128, dtype=dtype)
-            for at, own in ((device, dtype), ("cpu", torch.float64)):
-                layer.to(at, own).zero_grad()
-                layer.attend(x.to(at, own))[0].square().sum().backward()
+            for at, kind in ((device, dtype), ("cpu", torch.float64)):
+                layer.to(at, kind).zero_grad()
+                layer.attend(x.to(at, kind))[0].square().sum().backward()
                 grads.append(torch.cat([p.grad.flatten().cpu() for p in layer.parameters()]))
             error = ((grads[0] - grads[1]).norm() / grads[1].norm()).item()
-            found.append(f"{attention} attention of {name} on {device}: error {error:.1e}")
+            findings.append(f"{attention} attention of {name} on {device}: error {error:.1e}")
             if not error < 0.1:
-                raise ValueError(f"{found[-1]}; run make test to find the defect")
-    return "; ".join(found)
+                raise ValueError(f"{findings[-1]}; run make test to find the defect")
+    return "; ".join(findings)
 
 
 CHECKS: dict[str, Callable[[], str]] = {

@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     logging.disable_progress_bar()
     options = _parse(arguments, ("auto", *tokenizers.KINDS, "none"))
-    checkpoint, data = options.checkpoint, options.data
+    checkpoint = options.checkpoint
+    data = options.data
     if options.tokenizer != "none":
         data = data or _data_of(checkpoint)
         _require_dictionary(checkpoint, tokenizers.find_dictionary(data))
@@ -75,10 +76,10 @@ def _require_dictionary(checkpoint: Path, dictionary: Path) -> None:
             )
 
 
-def _run(checkpoint: Path, given: Path | None) -> Run | None:
-    """Return the run file that was given, or that of the training if it is at hand."""
-    if given is not None:
-        return read_run(given)
+def _run(checkpoint: Path, chosen: Path | None) -> Run | None:
+    """Return the run file ``chosen``, or by default that of the training if it is at hand."""
+    if chosen is not None:
+        return read_run(chosen)
     for path in filter(Path.is_file, _run_files(checkpoint.absolute())):
         run = read_run(path)
         if "checkpoint" in run and run["checkpoint"] != digest(checkpoint):

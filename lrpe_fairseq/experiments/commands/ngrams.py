@@ -65,10 +65,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _show(wanted: ngrams.Yardstick, run: Run) -> None:
     print(f"{run['dataset']}, first {wanted.tokens:,} tokens, blocks of {wanted.length}:")
     for split, by_protocol in run["metrics"].items():
-        for name, found in by_protocol.items():
-            orders = [found[f"ppl-{order}"] for order in range(1, ngrams.ORDERS + 1)]
+        for name, metrics in by_protocol.items():
+            orders = [metrics[f"ppl-{order}"] for order in range(1, ngrams.ORDERS + 1)]
             listed = ", ".join(f"{value:,.2f}" for value in orders)
             print(
                 f"  {split}, {name}: orders 1 to {len(orders)}: {listed}; with a cache of "
-                f"{found['cache-window']} tokens: {found['cache-ppl']:,.2f}"
+                f"{metrics['cache-window']} tokens: {metrics['cache-ppl']:,.2f}"
             )

@@ -20,7 +20,8 @@ from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run
-from lrpe_fairseq.experiments.report import frame, pages, plots
+from lrpe_fairseq.experiments.report import pages, plots
+from lrpe_fairseq.experiments.report.results import Results
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.experiments.runner.schedule import Events, Schedule, shares
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -55,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def planned(seeds: int) -> list[TrainingRun]:
     """Return the runs of the table, seed by seed, with run files in their own folders."""
-    found = runs(load_named(TABLE), SCALE, range(1, seeds + 1))
-    return [dataclasses.replace(run, result=run.folder / "run.json") for run in found]
+    planned_runs = runs(load_named(TABLE), SCALE, range(1, seeds + 1))
+    return [dataclasses.replace(run, result=run.folder / "run.json") for run in planned_runs]
 
 
 def show(finished: Sequence[TrainingRun]) -> None:
     """Print the table, the n-gram counts and a text of the best model; draw the table."""
     measured = {run.name: read_run(run.result) for run in finished}
-    results = frame.Results(ROOT, measured)
+    results = Results(ROOT, measured)
     views = results.headlines(results.sheets_of(TABLE)[0])
     table = pages.grid(views[0].table, views)
     print(f"\nTest perplexity per character, lower is better:\n\n{table}")
@@ -74,8 +75,8 @@ def show(finished: Sequence[TrainingRun]) -> None:
     print(f"\n{best.name} writes:\n{sample(best)}\n")
     rows = {name: [value] for name, value in counts.items()}
     for view in views:
-        own = {row: f"{view.names[row]}, {view.column.attention}" for row in view.rows}
-        rows |= {name: list(view.cells[row].values()) for row, name in own.items()}
+        named = {row: f"{view.names[row]}, {view.column.attention}" for row in view.rows}
+        rows |= {name: list(view.cells[row].values()) for row, name in named.items()}
     ranked = dict(sorted(rows.items(), key=lambda item: min(item[1])))
     panel = plots.Panel("Test perplexity per character", "lower is better", ranked)
     plots.dots(WORK / "test.png", [panel])
@@ -84,13 +85,14 @@ def show(finished: Sequence[TrainingRun]) -> None:
 def counted(run: TrainingRun) -> dict[str, float]:
     """Return the test perplexities of n-grams on as many tokens as ``run`` has read, by name."""
     settings = run.settings()
-    read, length = ngrams.tokens_read(settings), int(settings.task.tokens_per_sample)
+    read = ngrams.tokens_read(settings)
+    length = int(settings.task.tokens_per_sample)
     wanted = ngrams.by_hand(run.data, read, length, (("test", BLOCKS),))
     [measured] = ngrams.measure([wanted])
-    found = measured["metrics"]["test"][BLOCKS]
-    orders = {f"{n}-grams": found[f"ppl-{n}"] for n in range(2, ngrams.ORDERS + 1)}
-    cache = f"{found['order']}-grams with a cache of {found['cache-window']} characters"
-    return {**orders, cache: found["cache-ppl"]}
+    metrics = measured["metrics"]["test"][BLOCKS]
+    orders = {f"{n}-grams": metrics[f"ppl-{n}"] for n in range(2, ngrams.ORDERS + 1)}
+    cache = f"{metrics['order']}-grams with a cache of {metrics['cache-window']} characters"
+    return {**orders, cache: metrics["cache-ppl"]}
 
 
 def sample(run: TrainingRun) -> str:

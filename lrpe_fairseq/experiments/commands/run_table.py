@@ -16,10 +16,10 @@ from pathlib import Path
 
 from lrpe_fairseq.experiments import report
 from lrpe_fairseq.experiments.families import in_columns, load_named, runs, with_data
+from lrpe_fairseq.experiments.records.bases import bases_in
 from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
 from lrpe_fairseq.experiments.records.files import ROOT, atomic_write, relative, require_writable
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import bases_in
+from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace
@@ -34,8 +34,9 @@ SITE_OPTIONS = {"partition": str, "time": str, "gpus_per_node": int, "nodes": in
 @command("run_table")
 def main(arguments: list[str] | None = None) -> int:
     """Run a table, submit it, or print its commands or progress; return the exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options, begun = _parse(given), time.monotonic()
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parse(words)
+    begun = time.monotonic()
     table = load_named(options.table)
     options.scale = options.scale or usual_scale(table)
     chosen = _select(table, options)
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         schedule.shares(min(options.jobs, len(chosen)), options.gpus)  # before data are prepared
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
-    return _submit(chosen, options, given) if options.slurm else _run_here(chosen, options, begun)
+    return _submit(chosen, options, words) if options.slurm else _run_here(chosen, options, begun)
 
 
 def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun: float) -> int:
@@ -97,7 +98,7 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
     return FAILED if schedule.Schedule([run], [devices], events).run() else 0
 
 
-def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: list[str]) -> int:
+def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, words: list[str]) -> int:
     """Submit the unfinished runs; the array counts all of ``chosen``."""
     tasks = [index for index, run in enumerate(chosen) if not run.finished()]
     if not tasks:
@@ -105,8 +106,8 @@ def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, given: l
         return report.render(options.table)
     settings = {name: getattr(options, name) for name in SITE_OPTIONS}
     site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
-    own = [word for word in given if word != "--slurm"]
-    job = slurm.submit(ROOT, options.table, [*own, "--nodes", str(site.nodes)], tasks, site)
+    passed_on = [word for word in words if word != "--slurm"]
+    job = slurm.submit(ROOT, options.table, [*passed_on, "--nodes", str(site.nodes)], tasks, site)
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
     return 0
 
@@ -155,26 +156,27 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     _check_options(options)
     part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
     seeds = table.seeds or range(1, options.seeds + 1)
-    found = runs(part, options.scale, seeds)
+    selected = runs(part, options.scale, seeds)
     if options.columns:
         names = in_columns(part, options.scale, seeds, options.columns)
-        found = [run for run in found if run.name in names]
-    found = with_data(found, table, options.scale, options.datasets)
+        selected = [run for run in selected if run.name in names]
+    selected = with_data(selected, table, options.scale, options.datasets)
     if options.attention:  # in this order
         kinds = {kind: place for place, kind in enumerate(options.attention)}
-        found = [run for run in found if run.attention_type in kinds]
-        found.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
-    if not found:
+        selected = [run for run in selected if run.attention_type in kinds]
+        selected.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
+    if not selected:
         raise ValueError(
             f"no cell of table {table.name} has these --rows, --columns, --attention and "
             "--datasets together"
         )
-    return found
+    return selected
 
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise ValueError or UserError for impossible numbers and options that would be ignored."""
-    least, minutes = grace() + CLOSING_SECONDS, options.minutes
+    least = grace() + CLOSING_SECONDS
+    minutes = options.minutes
     if min(options.seeds, options.jobs, 1 if options.gpus is None else options.gpus) < 1:
         raise ValueError("--seeds, --jobs and --gpus must be at least 1")
     if minutes is not None and not 60 * minutes > least:

@@ -1,36 +1,27 @@
-"""Train on this machine: one row of a table, or one checkpoint on GLUE.
+"""Train one row of a table on this machine: ``scripts/train_lm.sh`` and similar scripts.
 
-``scripts/train_lm.sh`` and similar scripts train a row. Without ``key=value`` arguments this is the
-run of ``scripts/run_table.sh <table>``, which also evaluates it; with such arguments it has a
-separate folder under ``runs/by-hand``. ``scripts/finetune_glue.sh`` fine-tunes a checkpoint.
+Without ``key=value`` arguments this is the run of ``scripts/run_table.sh <table>``, which also
+evaluates it; with such arguments it has a separate folder under ``runs/by-hand``.
 """
 
 import argparse
-import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-
-from lrpe_fairseq.experiments import families, report
-from lrpe_fairseq.experiments.data import folders, glue
-from lrpe_fairseq.experiments.families.finetuning import finetuning_runs, source_of
+from lrpe_fairseq.experiments import families
+from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints
-from lrpe_fairseq.experiments.records.console import FAILED, command
+from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
-from lrpe_fairseq.experiments.records.layout import file_name
 from lrpe_fairseq.experiments.records.runs import BY_HAND
-from lrpe_fairseq.experiments.runner import identity, schedule
+from lrpe_fairseq.experiments.records.tables import file_name
+from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.devices import Devices, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import locked
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
-RATES = (1e-5, 3e-5, 6e-5, 1e-4)
-SEEDS = 5
 SCRIPTS = {"table2": "train_lm", "table4": "train_mt", "table8": "pretrain_roberta"}
 """Tables with a script of their own, which passes the table."""
 
@@ -74,8 +65,8 @@ def train(run: TrainingRun) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    given = sys.argv[1:] if arguments is None else arguments
-    script = SCRIPTS.get(given[0]) if given else None
+    words = sys.argv[1:] if arguments is None else arguments
+    script = SCRIPTS.get(words[0]) if words else None
     parser = argparse.ArgumentParser(
         prog=f"scripts/{script or 'train_classifier'}.sh",
         description="Train one row of a table on this machine; an interrupted training is resumed.",
@@ -89,7 +80,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--scale", help="default: paper, or the first one of the table")
     add("--seed", type=int, default=1)
     add("--dataset", metavar="DATA", help="data set of a table with several (default: the first)")
-    options = parser.parse_intermixed_args(given)
+    options = parser.parse_intermixed_args(words)
     if options.seed < 1:
         raise ValueError("--seed must be at least 1")
     return options
@@ -103,9 +94,11 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     usual = "paper" if "paper" in table.scales else next(iter(table.scales))
     options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
-    found = families.runs(wanted, options.scale, [options.seed])
-    found = families.with_data(found, table, options.scale, options.dataset and [options.dataset])
-    run = next(run for run in found if run.attention_type == options.attention)
+    planned = families.runs(wanted, options.scale, [options.seed])
+    planned = families.with_data(
+        planned, table, options.scale, options.dataset and [options.dataset]
+    )
+    run = next(run for run in planned if run.attention_type == options.attention)
     if not options.changes:
         return run
     changes = parse_overrides(tuple(options.changes))
@@ -115,58 +108,3 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     name = file_name("-".join([run.folder.name, *options.changes]))
     folder = ROOT / "runs" / BY_HAND / table.name / name
     return replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
-
-
-@command("finetune_glue")
-def finetune(arguments: Sequence[str] | None = None) -> int:
-    """Fine-tune with every learning rate and seed; skip finished runs."""
-    options = _parse_finetuning(arguments)
-    if options.seeds < 1 or options.jobs < 1:
-        raise ValueError("--seeds and --jobs must be at least 1")
-    if not all(0 < lr < math.inf for lr in options.lr):
-        raise ValueError(f"--lr must be positive, not {' '.join(map(str, options.lr))}")
-    runs = _finetunings(options)
-    for run in {run.data: run for run in runs}.values():
-        run.prepare_data(options.source)
-    for run in runs:
-        run.require_inputs()
-    events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
-    one = 1 if torch.cuda.is_available() else None  # GPU; the tasks are too small for several
-    devices = schedule.shares(min(options.jobs, len(runs)), one)
-    new: list[Path] = []
-    ended = {"finished": lambda run: new.append(run.result)}
-    failed = schedule.Schedule(runs, devices, events, **ended).run()
-    for run in runs:
-        if run.finished():
-            print(f"{run.folder.name}: {run.outcome()}")
-    return FAILED if report.render("table3", new) or failed else 0
-
-
-def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
-    table = families.load_named("table3")
-    tasks = list(glue.TASKS) if options.task == "all" else [options.task]
-    glue.named(tasks[0])  # raises
-    config = families.config_of(table, options.scale)
-    source, seeds = source_of(options.checkpoint), range(1, options.seeds + 1)
-    made = finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
-    first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"
-    if options.checkpoint.absolute().match(str(ROOT / first)):
-        return made  # of the table; other checkpoints are fine-tuned by hand
-    homes = [ROOT / "runs" / BY_HAND / table.name / run.folder.name for run in made]
-    return [replace(r, folder=f, result=f / "run.json") for r, f in zip(made, homes, strict=True)]
-
-
-def _parse_finetuning(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/finetune_glue.sh",
-        description="Fine-tune a checkpoint on GLUE tasks on this machine.",
-    )
-    add = parser.add_argument
-    add("checkpoint", type=Path, help="of pre-training")
-    add("task", help=f"one of {', '.join(glue.TASKS)}, or all")
-    add("--lr", type=float, nargs="+", default=RATES, metavar="LR", help="peak learning rates")
-    add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
-    add("--scale", default="paper", help="paper (the default) or small")
-    add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
-    add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
-    return parser.parse_args(arguments)

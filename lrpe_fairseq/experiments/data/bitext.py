@@ -49,9 +49,9 @@ def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[s
     for split, text in texts.items():
         lines = {s: sum(1 for _ in prep.read_lines(side(text, s))) for s in languages}
         if len(set(lines.values())) != 1:
-            said = " and ".join(f"{n:,} lines of {language}" for language, n in lines.items())
+            counts = " and ".join(f"{n:,} lines of {language}" for language, n in lines.items())
             raise UserError(
-                f"{text} has {said}, so its lines do not pair up: fetch both sides again."
+                f"{text} has {counts}, so its lines do not pair up: fetch both sides again."
             )
         counted[split] = lines[languages[0]]
     return counted
@@ -65,7 +65,8 @@ def run_pieces(
     workers: int = 1,
 ) -> None:
     """Steps: write ``pieces/`` and ``bin/`` of both sides. Raises: UserError for an empty line."""
-    reads, bin_dir = sides(texts, languages), steps.dest / "bin"
+    reads = sides(texts, languages)
+    bin_dir = steps.dest / "bin"
     encoded = sides({split: steps.dest / "pieces" / split for split in texts}, languages)
     names = [binary_name(split, languages, s) for split in texts for s in languages]
     for path in reads.values():
@@ -80,11 +81,11 @@ def run_pieces(
     def binarize_all() -> None:
         with prep.atomic_folder(bin_dir) as part:
             for language in languages:
-                own = {
+                binaries = {
                     part / binary_name(split, languages, language): encoded[f"{split} {language}"]
                     for split in sorted(texts, key="train".__ne__)
                 }
-                prep.binarize(own, part / f"dict.{language}.txt", workers=workers)
+                prep.binarize(binaries, part / f"dict.{language}.txt", workers=workers)
 
     files = {file.name: file for file in tokenizer.files}
     steps.run("encode", {**reads, **files}, list(encoded.values()), encode_all)

@@ -56,11 +56,11 @@ USER_AGENT = "lrpe-fairseq data-prep"  # some mirrors refuse Python's own
 
 def parser(description: str, source: str = "") -> argparse.ArgumentParser:
     """Return a script's parser with ``--dest`` and, if ``source`` describes it, ``--from``."""
-    own = argparse.ArgumentParser(description=description.split("\n")[0])
-    own.add_argument("--dest", type=Path, required=True, help="output folder")
+    script_parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    script_parser.add_argument("--dest", type=Path, required=True, help="output folder")
     if source:
-        own.add_argument("--from", dest="from_dir", type=Path, help=source)
-    return own
+        script_parser.add_argument("--from", dest="from_dir", type=Path, help=source)
+    return script_parser
 
 
 def say(message: str) -> None:
@@ -202,9 +202,9 @@ def tar_members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Ma
     where = {"name": archive} if isinstance(archive, Path) else {"fileobj": archive}
     with tarfile.open(mode="r|*", **where) as tar:
         for member in tar:
-            found = wanted(member.name, pattern)
-            if found and member.isfile():
-                yield found, tar.extractfile(member)
+            match = wanted(member.name, pattern)
+            if match and member.isfile():
+                yield match, tar.extractfile(member)
 
 
 def wanted(name: str, pattern: str) -> re.Match[str] | None:
@@ -226,7 +226,8 @@ def _stored(file: str, folder: Path) -> Opener:
 
 def _download(urls: Sequence[str], part: Path) -> None:
     """Complete ``part`` from the first address that answers."""
-    file, reason = part.stem, "no URL is known"
+    file = part.stem
+    reason = "no URL is known"
     part.parent.mkdir(parents=True, exist_ok=True)
     for url, attempt in itertools.product(urls, range(ATTEMPTS)):
         try:
@@ -298,8 +299,14 @@ def binarize(
         words.finalize()
     words.save(str(target))
     for prefix, text in texts.items():
-        where = str(text), "mmap", VocabularyDatasetBinarizer(words), str(prefix)
-        FileBinarizer.multiprocess_dataset(*where, vocab_size=len(words), num_workers=workers)
+        FileBinarizer.multiprocess_dataset(
+            input_file=str(text),
+            dataset_impl="mmap",
+            binarizer=VocabularyDatasetBinarizer(words),
+            output_prefix=str(prefix),
+            vocab_size=len(words),
+            num_workers=workers,
+        )
 
 
 def write_indexed(rows: Iterable[Sequence[int]], prefix: Path, kind: type[np.integer]) -> None:
@@ -329,7 +336,8 @@ def count_binary(prefix: Path) -> dict[str, int]:
     ``unknown`` is the number of ``<unk>`` among them.
     """
     lengths = row_lengths(prefix)
-    samples, tokens = len(lengths), int(lengths.sum(dtype=np.int64))
+    samples = len(lengths)
+    tokens = int(lengths.sum(dtype=np.int64))
     width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
     stored = np.memmap(f"{prefix}.bin", dtype={2: np.uint16, 4: np.int32}[width], mode="r")
     return {"samples": samples, "tokens": tokens, "unknown": int((stored == FAIRSEQ_UNK).sum())}
@@ -358,8 +366,10 @@ def count_split(text: Path, prefix: Path) -> dict[str, int]:
     per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``, and that of
     PG-19 ``2 ** (loss * tokens / words)``. ``words_with_eos`` adds one end of line per line.
     """
-    sizes, binary = [len(line.split()) for line in read_lines(text)], count_binary(prefix)
-    lines, words = len(sizes), sum(sizes)
+    sizes = [len(line.split()) for line in read_lines(text)]
+    binary = count_binary(prefix)
+    lines = len(sizes)
+    words = sum(sizes)
     if binary.pop("samples") != lines:
         raise UserError(
             f"{prefix}.bin and {text} have different numbers of lines: delete both and run again."
@@ -389,16 +399,19 @@ class Steps:
 
     def __init__(self, dest: Path, corpus: str, level: str) -> None:
         """Read the manifest of ``dest``. Raises: UserError if it is of another corpus or level."""
-        self.dest, self.path = dest, dest / "manifest.json"
+        self.dest = dest
+        self.path = dest / "manifest.json"
         require_writable(dest, "--dest")
         self.head = {"corpus": corpus, "level": level}
-        self.old, self.done = {}, {}
+        self.old = {}
+        self.done = {}
         with contextlib.suppress(ValueError):  # a damaged manifest counts as none
             self.old = read_json(self.path)
-        found = {key: self.old.get(key, value) for key, value in self.head.items()}
-        if found != self.head:
+        # Another corpus in the same folder would be trained on under the wrong name.
+        there = {key: self.old.get(key, value) for key, value in self.head.items()}
+        if there != self.head:
             raise UserError(
-                f"{dest} contains {found['corpus']} at {found['level']} level: "
+                f"{dest} contains {there['corpus']} at {there['level']} level: "
                 f"choose another --dest, or delete it."
             )
 

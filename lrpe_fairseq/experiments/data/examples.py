@@ -67,13 +67,13 @@ def prepare(
 
     def write() -> None:
         with prep.atomic_folder(bin_dir) as part:
-            for name, own in dictionaries.items():
-                prep.write_lines(part / name / "dict.txt", (f"{symbol} 1" for symbol in own))
+            for name, words in dictionaries.items():
+                prep.write_lines(part / name / "dict.txt", (f"{symbol} 1" for symbol in words))
             for split, examples in make().items():
                 labels = ([label] for label in examples.labels)
-                given = {"input0": examples.inputs, "input1": examples.seconds, "label": labels}
+                rows = {"input0": examples.inputs, "input1": examples.seconds, "label": labels}
                 for name in dictionaries:
-                    ids = _ids(given[name], eos or name == "label")  # labels end as in GLUE
+                    ids = _ids(rows[name], eos or name == "label")  # labels end as in GLUE
                     prep.write_indexed(ids, part / name / split, np.uint16)
 
     steps.run("binarize", reads, [bin_dir / d / f for d in dictionaries for f in files], write)
@@ -120,8 +120,8 @@ def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> di
     draw = np.random.RandomState(seed).permutation(len(labels))
     place = np.empty(len(labels))
     for label in np.unique(labels):
-        own = draw[labels[draw] == label]
-        place[own] = (np.arange(len(own)) + 0.5) / len(own)
+        members = draw[labels[draw] == label]
+        place[members] = (np.arange(len(members)) + 0.5) / len(members)
     order = draw[np.argsort(place[draw], kind="stable")]
     ends = np.cumsum([0, *sizes.values()])
     if ends[-1] != len(labels):
@@ -134,7 +134,8 @@ def accuracy_from_key(keys: Iterable[Any], labels: Sequence[int]) -> float:
     counts: dict[Any, Counter[int]] = {}
     for key, label in zip(keys, labels, strict=True):
         counts.setdefault(key, Counter())[int(label)] += 1
-    return 100 * sum(max(own.values()) for own in counts.values()) / len(labels)
+    right = sum(max(classes_of_key.values()) for classes_of_key in counts.values())
+    return 100 * right / len(labels)
 
 
 # ---------------------------------------------------------------------------------------- images
@@ -185,14 +186,14 @@ def prepare_images(dest: Path, source: Images, side: int, from_dir: Path | None 
     from_dir: a folder with the file, instead of the installed package.
     """
     steps = prep.Steps(dest, source.name, f"{side}x{side}")
-    found = importlib.util.find_spec(source.package)  # located, but not imported
-    if not (from_dir or found):
+    spec = importlib.util.find_spec(source.package)  # located, but not imported
+    if not (from_dir or spec):
         raise UserError(
             f"{source.file} is part of the Python package {source.distribution}, which is not "
             f"installed: run pip install {source.distribution}, or pass a folder with "
             f"{source.file}.gz with --from."
         )
-    folder = from_dir or Path(found.origin).parent / source.folder
+    folder = from_dir or Path(spec.origin).parent / source.folder
     path = prep.obtain(source.file, (), source.sha256, dest / "raw", folder)
     reads = {"images": path, "script": Path(__file__), "seed": source.seed}
     make = functools.partial(_images, path, source, side)
@@ -207,4 +208,4 @@ def _images(path: Path, source: Images, side: int) -> dict[str, Examples]:
     pixels = np.rint(blocks.mean((2, 4))).astype(np.int64).reshape(len(rows), -1)
     every = Examples(pixels.tolist(), rows[:, -1].astype(np.int64).tolist())
     drawn = stratified(every.labels, source.sizes, source.seed)
-    return {split: every.chosen(own) for split, own in drawn.items()}
+    return {split: every.chosen(numbers) for split, numbers in drawn.items()}

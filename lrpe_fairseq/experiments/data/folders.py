@@ -113,8 +113,8 @@ def checksums(data: Path, splits: Collection[str]) -> Checksums:
     without files is omitted; the result is empty if nothing is prepared.
     """
     parts: dict[str, str] = {}
-    found = {path.relative_to(data / "bin").as_posix(): path for path in (data / "bin").rglob("*")}
-    for name, path in sorted(found.items()):
+    files = {path.relative_to(data / "bin").as_posix(): path for path in (data / "bin").rglob("*")}
+    for name, path in sorted(files.items()):
         part = DICTIONARY if path.name.startswith("dict.") else path.name.split(".")[0]
         if path.is_file() and (part == DICTIONARY or part in splits):
             parts[part] = parts.get(part, "") + f"{name} {digest_of(path)}\n"

@@ -103,8 +103,8 @@ def scores(task: GlueTask, predicted: Sequence[float], wanted: Sequence[float]) 
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constant predictions
-        found = {name: known[name](wanted, predicted) for name in task.metrics}
-    percent = {name: 100 * float(np.nan_to_num(value)) for name, value in found.items()}
+        values = {name: known[name](wanted, predicted) for name in task.metrics}
+    percent = {name: 100 * float(np.nan_to_num(value)) for name, value in values.items()}
     return {**percent, "examples": len(wanted)}
 
 
@@ -137,21 +137,22 @@ def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
 
     Raises: UserError if a file is missing or corrupt, or as long as the official one but different.
     """
-    task, files = TASKS[name], {}
+    task = TASKS[name]
+    files = {}
     for split, file in task.files.items():
         target = raw / f"{file}.tsv"
         if from_dir is not None:
             kinds = (".tsv", ".tsv.gz", ".*.tsv")
-            found = [path for kind in kinds for path in (from_dir / name).glob(f"{file}{kind}")]
-            if not found and split in OPTIONAL:
+            sources = [path for kind in kinds for path in (from_dir / name).glob(f"{file}{kind}")]
+            if not sources and split in OPTIONAL:
                 continue
-            if not found:
+            if not sources:
                 raise UserError(
                     f"{from_dir / name} contains no {file}.tsv or {file}.tsv.gz: put the file "
                     "there, or omit --from to download it."
                 )
-            opener = gzip.open if found[0].suffix == ".gz" else open
-            prep.unpack(functools.partial(opener, found[0], "rb"), target)
+            opener = gzip.open if sources[0].suffix == ".gz" else open
+            prep.unpack(functools.partial(opener, sources[0], "rb"), target)
         elif not target.is_file():
             fetch_mrpc(raw) if name == "MRPC" else fetch_archive(name, raw)
         _require_official(name, split, target)
@@ -245,9 +246,10 @@ def _is_label(text: str, task: GlueTask) -> bool:
 def _require_official(name: str, split: str, path: Path) -> None:
     """Raise UserError for more examples than in the official file, or as many but different."""
     task = TASKS[name]
-    official, known = task.examples[split], SHA256.get(f"{name}/{path.name}")
-    found = sum(1 for _ in read_examples(path, task))
-    if found == 0 or found > official:
-        raise UserError(f"{path} has {found:,} examples instead of {official:,}: fetch it again.")
-    if found == official and known and not prep.has_checksum(path, known):
+    official = task.examples[split]
+    known = SHA256.get(f"{name}/{path.name}")
+    count = sum(1 for _ in read_examples(path, task))
+    if count == 0 or count > official:
+        raise UserError(f"{path} has {count:,} examples instead of {official:,}: fetch it again.")
+    if count == official and known and not prep.has_checksum(path, known):
         raise UserError(f"{path} differs from the official file (sha256 {known}): fetch it again.")

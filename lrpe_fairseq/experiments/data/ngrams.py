@@ -51,13 +51,13 @@ class Keys:
 
     def ids(self, text: Ints) -> list[Ints]:
         """Return by order, from 1 on, the id of the n-gram that ends at every token, (N,)."""
-        found = [text.astype(np.int64)]
+        by_order = [text.astype(np.int64)]
         for table in self.tables:
-            keys, whole = _keys(found[-1], text, self.symbols)
+            keys, whole = _keys(by_order[-1], text, self.symbols)
             place = np.searchsorted(table, keys)
             place[place == len(table)] = 0
-            found.append(np.where(whole & (table[place] == keys), place, UNSEEN))
-        return found
+            by_order.append(np.where(whole & (table[place] == keys), place, UNSEEN))
+        return by_order
 
 
 def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]:
@@ -67,15 +67,16 @@ def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]
     """
     if len(text) and not 0 <= text.min() <= text.max() < symbols:
         raise ValueError(f"the text has symbols outside 0 to {symbols - 1}")
-    keys, found = Keys(symbols), [text.astype(np.int64)]
+    keys = Keys(symbols)
+    by_order = [text.astype(np.int64)]
     for _ in range(2, orders + 1):
-        own, whole = _keys(found[-1], text, symbols)
-        table, places = np.unique(own[whole], return_inverse=True)
+        ngram_keys, whole = _keys(by_order[-1], text, symbols)
+        table, places = np.unique(ngram_keys[whole], return_inverse=True)
         ids = np.full(len(text), UNSEEN, np.int64)
         ids[whole] = places
         keys.tables.append(table)
-        found.append(ids)
-    return keys, found
+        by_order.append(ids)
+    return keys, by_order
 
 
 def _keys(shorter: Ints, text: Ints, symbols: int) -> tuple[Ints, Ints]:
@@ -119,7 +120,8 @@ class KneserNey:
 
     def __init__(self, text: Ints, symbols: int, orders: int = ORDERS) -> None:
         self.keys, ids = count_keys(text, symbols, orders)
-        self._highest, self._below = [], []
+        self._highest = []
+        self._below = []
         for order in range(1, orders + 1):
             size = self.keys.size(order)
             counts = np.bincount(_seen(ids[order - 1]), minlength=size)
@@ -132,7 +134,8 @@ class KneserNey:
                 self._below.append(self._level(order, np.bincount(before, minlength=size)))
 
     def _level(self, order: int, counts: Ints) -> Level:
-        contexts, size = self.keys.prefixes(order), self.keys.size(order - 1)
+        contexts = self.keys.prefixes(order)
+        size = self.keys.size(order - 1)
         taken = np.minimum(discounts(counts)[np.minimum(counts, 3)], counts)
         totals = np.bincount(contexts, weights=counts, minlength=size)
         lost = np.bincount(contexts, weights=taken, minlength=size)
@@ -144,14 +147,14 @@ class KneserNey:
         """Return p of every token by the model of every order, from 1 on: (orders, N)."""
         ids = self.keys.ids(text)
         below = np.full(len(text), 1 / self.keys.symbols)
-        found = []
+        by_order = []
         for order in range(1, self.keys.orders + 1):
             contexts = np.zeros(len(text), np.int64) if order == 1 else preceding(ids[order - 2])
-            own = ids[order - 1]
-            found.append(_interpolated(self._highest[order - 1], contexts, own, below))
+            ngrams = ids[order - 1]
+            by_order.append(_interpolated(self._highest[order - 1], contexts, ngrams, below))
             if order < self.keys.orders:
-                below = _interpolated(self._below[order - 1], contexts, own, below)
-        return np.stack(found)
+                below = _interpolated(self._below[order - 1], contexts, ngrams, below)
+        return np.stack(by_order)
 
 
 def discounts(counts: Ints) -> Floats:
@@ -162,19 +165,19 @@ def discounts(counts: Ints) -> Floats:
     """
     n = [np.count_nonzero(counts == i) for i in (1, 2, 3, 4)]
     y = n[0] / max(n[0] + 2 * n[1], 1)
-    found = [i - (i + 1) * y * n[i] / max(n[i - 1], 1) for i in (1, 2, 3)]
-    return np.array([0.0, *np.clip(found, 0.1, [1, 2, 3])])
+    amounts = [i - (i + 1) * y * n[i] / max(n[i - 1], 1) for i in (1, 2, 3)]
+    return np.array([0.0, *np.clip(amounts, 0.1, [1, 2, 3])])
 
 
-def _interpolated(level: Level, contexts: Ints, own: Ints, below: Floats) -> Floats:
+def _interpolated(level: Level, contexts: Ints, ngrams: Ints, below: Floats) -> Floats:
     """Return p by a level, from p by the order below."""
     known = contexts != UNSEEN
     known[known] = level.seen[contexts[known]]
-    found = below.copy()
-    found[known] *= level.rest[contexts[known]]
-    counted = known & (own != UNSEEN)
-    found[counted] += level.share[own[counted]]
-    return found
+    mixed = below.copy()
+    mixed[known] *= level.rest[contexts[known]]
+    counted = known & (ngrams != UNSEEN)
+    mixed[counted] += level.share[ngrams[counted]]
+    return mixed
 
 
 def _seen(ids: Ints) -> Ints:
@@ -202,11 +205,12 @@ def cached(text: Ints, symbols: int, order: int, window: int) -> tuple[Floats, I
 
 def _recent(ids: Ints, window: int) -> Ints:
     """Return how often the id at every token is among the ``window`` before it; 0 if unseen."""
-    places, step = np.arange(len(ids)), len(ids) + 1
+    places = np.arange(len(ids))
+    step = len(ids) + 1
     by_id = np.sort(ids * step + places)
     first = np.maximum(places - window, 0)
-    found = np.searchsorted(by_id, ids * step + places) - np.searchsorted(by_id, ids * step + first)
-    return np.where(ids == UNSEEN, 0, found)
+    count = np.searchsorted(by_id, ids * step + places) - np.searchsorted(by_id, ids * step + first)
+    return np.where(ids == UNSEEN, 0, count)
 
 
 # --- mixtures ------------------------------------------------------------------------------------
@@ -221,7 +225,9 @@ class Mixture:
     """
 
     def __init__(self, model: KneserNey, order: int, window: int, held_out: Ints) -> None:
-        self.model, self.order, self.window = model, order, window
+        self.model = model
+        self.order = order
+        self.window = window
         parts, defined = self._parts(held_out)
         self._weights = {
             int(pattern): fitted(parts[:, defined == pattern]) for pattern in np.unique(defined)
@@ -241,13 +247,13 @@ class Mixture:
 
         Bit i of the set stands for cache i.
         """
-        found = [self.model.probabilities(text)[self.order - 1]]
+        parts = [self.model.probabilities(text)[self.order - 1]]
         pattern = np.zeros(len(text), np.int64)
         for place, order in enumerate(CACHE_ORDERS):
-            own, defined = cached(text, self.model.keys.symbols, order, self.window)
-            found.append(own)
+            probabilities, defined = cached(text, self.model.keys.symbols, order, self.window)
+            parts.append(probabilities)
             pattern += defined.astype(np.int64) << place
-        return np.stack(found), pattern
+        return np.stack(parts), pattern
 
 
 def fitted(parts: Floats) -> Floats:

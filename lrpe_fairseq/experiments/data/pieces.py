@@ -6,6 +6,7 @@ pre-training data.
 
 import io
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,12 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def train_sentencepiece(
-    lines: Iterable[str], model: Path, vocab_size: int, kind: str = "bpe", **options: Any
+    lines: Iterable[str],
+    model: Path,
+    vocab_size: int,
+    kind: str = "bpe",
+    option: str = "--vocab-size",
+    **options: Any,
 ) -> None:
     """Train a sentencepiece model in one thread, so that the result is deterministic.
 
@@ -132,9 +138,10 @@ def train_sentencepiece(
             sentence_iterator=(line for line in lines if line), model_writer=trained, **chosen
         )
     except RuntimeError as error:
+        largest = re.search(r"value <= (\d+)", str(error))
+        advice = f"at most {largest[1]}" if largest else f"another number ({error})"
         raise UserError(
-            f"sentencepiece cannot make {vocab_size} pieces of this text ({error}): "
-            f"choose another --vocab-size."
+            f"sentencepiece cannot make {vocab_size} pieces: choose {option} {advice}."
         ) from None
     with atomic_write(model, "wb") as out:
         out.write(trained.getvalue())

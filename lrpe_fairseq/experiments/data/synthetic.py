@@ -1,4 +1,4 @@
-"""The synthetic suite: copy, reverse, MQAR, MQRAR, flip-flop, counting and a grid, generated.
+"""The synthetic suite: copy, reverse, MQAR, MQRAR, flip-flop, counting, a grid and long texts.
 
 A sample is a sequence of tokens and, for every token, the answer expected at it, or ``<pad>`` where
 none is scored. Training mixes lengths up to the training length; each test split has one multiple
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.random import RandomState
 
 from lrpe_fairseq.experiments.data import corpus as prep
-from lrpe_fairseq.experiments.data import transduction
+from lrpe_fairseq.experiments.data import retrieval, transduction
 from lrpe_fairseq.experiments.data.transduction import SEQUENCES, Column, below, types
 from lrpe_fairseq.experiments.records.console import UserError
 
@@ -28,6 +28,10 @@ SIDES = ("input", "target")
 PAD, PAD_ID = "<pad>", 1
 MULTIPLES = (1, 2, 4, 8, 16)
 """Lengths of the test splits, in training lengths."""
+LONG_MULTIPLES = (1, 4, 16, 64)
+"""The same for long texts with hidden facts."""
+DEPTHS = {0: 0.0, 25: 0.25, 50: 0.5, 75: 0.75, 100: 1.0}
+"""Depths of the asked fact in test splits of long texts, by percent."""
 BEGIN, SEPARATOR, BLANK = "begin", "separator", "."
 FILLERS = ("blank", "random")  # of MQAR and MQRAR
 GAP_POWER = 0.01  # a of MQAR: the gap g before a query has the weight g^(a - 1)
@@ -72,13 +76,13 @@ SCALES = {
     "small": Scale(
         {"train": 64_000, "valid": 512, "test": 256},
         {"copy": 16, "reverse": 16, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32,
-         "grid": 8},
+         "grid": 8, "passkey": 128, "keys": 128, "variables": 128},
         symbols=20, keys=32, most=10, width=8, colors=8,
     ),
     "tiny": Scale(
         {"train": 256, "valid": 64, "test": 64},
         {"copy": 8, "reverse": 8, "mqar": 32, "mqrar": 32, "flip-flop": 32, "counting": 16,
-         "grid": 6},
+         "grid": 6, "passkey": 64, "keys": 64, "variables": 64},
         symbols=6, keys=8, most=4, width=6, colors=4,
     ),
 }  # fmt: skip
@@ -103,7 +107,8 @@ def _recall(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
     longer than those of training the blanks that make it longer are before the first query.
     """
     longest = scale.lengths[task]
-    fewest, most = longest // 16, min(length, longest) // 8
+    fewest = longest // 16
+    most = min(length, longest) // 8
     number = fewest + below(rng, most - fewest + 1)
     keys = [f"k{n + 1}" for n in rng.permutation(scale.keys)[:number]]
     assigned = list(keys)
@@ -120,10 +125,12 @@ def _with_queries(
 ) -> Sample:
     start = 2 * len(pairs) + blanks
     inputs = [*itertools.chain.from_iterable(pairs), *[BLANK] * (length - 2 * len(pairs))]
-    targets, latest = [PAD] * length, dict(pairs)
+    targets = [PAD] * length
+    latest = dict(pairs)
     for key, gap in zip(keys, gaps(rng, (length - start) // 2, len(keys)), strict=True):
         place = start + 2 * gap
-        inputs[place], targets[place] = key, latest[key]
+        inputs[place] = key
+        targets[place] = latest[key]
     return Sample(tuple(inputs), tuple(targets))
 
 
@@ -147,7 +154,9 @@ def _flip_flop(rng: RandomState, scale: Scale, length: int, ignore: float = IGNO
     drawn = rng.random_sample(count)
     instructions = ["w" if u < share else "r" if u < 2 * share else "i" for u in drawn]
     instructions[0], instructions[-1] = "w", "r"
-    inputs, targets, memory = [], [], ""
+    inputs = []
+    targets = []
+    memory = ""
     for instruction, bit in zip(instructions, rng.randint(2, size=count), strict=True):
         memory = str(bit) if instruction == "w" else memory
         reads = instruction == "r"
@@ -195,12 +204,23 @@ def _grid(rng: RandomState, scale: Scale, length: int) -> Sample:
     return Sample((*header, *cells), (*[PAD] * scale.width, *targets))
 
 
+def _hidden(
+    rng: RandomState, scale: Scale, length: int, task: str, depth: float | None = None
+) -> Sample:
+    """A text with hidden facts, a question, and the digits of the answer."""
+    draw, _ = retrieval.TASKS[task]
+    tokens, answers = retrieval.hide(rng, draw(rng), length, depth)
+    return Sample(tuple(tokens), tuple(answer or PAD for answer in answers))
+
+
 class Task(NamedTuple):
     """One task.
 
     draw: one sample, from a random stream, a scale and a length. vocabulary: symbols besides the
     answers. answers: what a target can be; uniform, so chance is 1 in their number. shortest: the
-    shortest length in training, as a fraction of the longest. even: lengths are even.
+    shortest length in training, as a fraction of the longest. even: lengths are even. multiples:
+    lengths of the test splits, in training lengths. depths: percent -> depth of the asked fact;
+    each length has a test split of a quarter of the samples for each depth.
     """
 
     draw: Callable[..., Sample]
@@ -208,6 +228,8 @@ class Task(NamedTuple):
     answers: Callable[[Scale], list[str]]
     shortest: float
     even: bool = False
+    multiples: tuple[int, ...] = MULTIPLES
+    depths: Mapping[int, float] = {}
 
 
 TASKS = {
@@ -240,6 +262,17 @@ TASKS["counting"] = Task(
 TASKS["grid"] = Task(
     _grid, lambda scale: [BLANK, *OFFSETS], lambda scale: types("c", scale.colors), 1 / 2
 )
+TASKS |= {
+    name: Task(
+        partial(_hidden, task=name),
+        lambda scale, symbols=symbols: [*retrieval.SURROUNDINGS, *symbols],
+        lambda scale: retrieval.DIGITS,
+        1 / 2,
+        multiples=LONG_MULTIPLES,
+        depths=DEPTHS,
+    )
+    for name, (_, symbols) in retrieval.TASKS.items()
+}
 
 # ---------------------------------------------------------------------------------------- splits
 
@@ -289,12 +322,19 @@ class Recipe:
 
     @property
     def splits(self) -> dict[str, Split]:
-        """train and valid with mixed lengths, the tests by length, and two more of flip-flop."""
-        sizes = self.sizes.samples
-        found = {name: Split(sizes[name], 0) for name in ("train", "valid")}
-        found |= {f"test{multiple}": Split(sizes["test"], multiple) for multiple in MULTIPLES}
-        others = OTHER_IGNORE if self.task == "flip-flop" else {}
-        return found | {name: Split(sizes["test"], 1, {"ignore": p}) for name, p in others.items()}
+        """train and valid with mixed lengths, then the tests by length and, if any, by depth."""
+        sizes, task = self.sizes.samples, TASKS[self.task]
+        splits = {name: Split(sizes[name], 0) for name in ("train", "valid")}
+        for multiple in task.multiples:
+            for percent, depth in task.depths.items():
+                name = f"test{multiple}-depth{percent}"
+                splits[name] = Split(sizes["test"] // 4, multiple, {"depth": depth})
+            if not task.depths:
+                splits[f"test{multiple}"] = Split(sizes["test"], multiple)
+        if self.task == "flip-flop":
+            for name, probability in OTHER_IGNORE.items():
+                splits[name] = Split(sizes["test"], 1, {"ignore": probability})
+        return splits
 
 
 def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
@@ -303,7 +343,8 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
     Samples longer than those of training are scored beyond the longest of them only. A causal model
     reads what comes before as it reads a sample of training.
     """
-    task, longest = TASKS[recipe.task], recipe.length
+    task = TASKS[recipe.task]
+    longest = recipe.length
     shortest = max(2, int(task.shortest * longest))
     seen = len(task.draw(RandomState(0), recipe.sizes, longest).inputs)
 
@@ -357,7 +398,8 @@ def count(recipe: Recipe, text: Path) -> dict[str, Any]:
     splits = {}
     for split in recipe.splits:
         rows = [[line.split() for line in prep.read_lines(text / f"{split}.{s}")] for s in SIDES]
-        lengths, answers = list(map(len, rows[0])), Counter(itertools.chain(*rows[1]))
+        lengths = list(map(len, rows[0]))
+        answers = Counter(itertools.chain(*rows[1]))
         del answers[PAD]
         splits[split] = {
             "samples": len(lengths),
@@ -378,6 +420,8 @@ def prepare(dest: Path, recipe: Recipe) -> dict[str, Any]:
     names = [f"{split}.{side}" for split in recipe.splits for side in SIDES]
     columns = [Column(name, name, lambda row: [numbers[token] for token in row]) for name in names]
     reads = {"script": Path(__file__), "seed": recipe.seed, "fillers": recipe.fillers}
+    if recipe.task in retrieval.TASKS:
+        reads["hidden facts"] = Path(retrieval.__file__)
     transduction.binarize(
         steps, reads, partial(write_text, recipe), columns, ["dict.txt"], "dict.txt"
     )

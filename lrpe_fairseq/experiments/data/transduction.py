@@ -67,12 +67,27 @@ class Scale:
 
 
 SCALES = {
-    name: Scale({"train": train, "valid": held_out, "test": held_out}, *sizes)
-    for name, train, held_out, *sizes in (
-        ("paper", 6000, 2000, (100, 10), (7, 1), {"copy": 20, "repeat": 19, "reverse": 19}, 10),
-        ("small", 6000, 1000, (40, 4), (5, 1), {"copy": 8, "repeat": 8, "reverse": 8}, 4),
-        ("tiny", 256, 64, (12, 1), (4, 1), {"copy": 6, "repeat": 6, "reverse": 6}, 3),
-    )
+    "paper": Scale(
+        pairs={"train": 6000, "valid": 2000, "test": 2000},
+        length=(100, 10),
+        depth=(7, 1),
+        symbols={"copy": 20, "repeat": 19, "reverse": 19},
+        labels=10,
+    ),
+    "small": Scale(
+        pairs={"train": 6000, "valid": 1000, "test": 1000},
+        length=(40, 4),
+        depth=(5, 1),
+        symbols={"copy": 8, "repeat": 8, "reverse": 8},
+        labels=4,
+    ),
+    "tiny": Scale(
+        pairs={"train": 256, "valid": 64, "test": 64},
+        length=(12, 1),
+        depth=(4, 1),
+        symbols={"copy": 6, "repeat": 6, "reverse": 6},
+        labels=3,
+    ),
 }
 
 
@@ -176,7 +191,8 @@ def rotate(tree: Tree) -> Tree:
     """
     if not tree.children or not tree.children[0].children:
         return tree
-    (left, right), (outer, inner) = tree.children, tree.children[0].children
+    left, right = tree.children
+    outer, inner = tree.children[0].children
     return Tree(left.label, (rotate(outer), Tree(tree.label, (rotate(inner), rotate(right)))))
 
 
@@ -205,7 +221,8 @@ def truncate(tree: Tree, label: str) -> Tree:
 
 def _size(rng: RandomState, distribution: tuple[float, float], least: int) -> int:
     """Draw int(N(mean, deviation)), rounded towards zero as published, and not below ``least``."""
-    return max(least, int(rng.normal(*distribution)))
+    mean, deviation = distribution
+    return max(least, int(rng.normal(mean, deviation)))
 
 
 def types(prefix: str, count: int) -> list[str]:
@@ -291,7 +308,9 @@ def labels(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 def sampler(recipe: Recipe) -> Callable[[RandomState], Sample]:
     """Return the function that draws one sample."""
-    task, scale, known = recipe.task, recipe.sizes, labels(recipe)
+    task = recipe.task
+    scale = recipe.sizes
+    known = labels(recipe)
     if task in SEQUENCES:
         return partial(_sequence, scale=scale, symbols=known[0], answer=SEQUENCES[task])
     if task == "tree-ops":
@@ -324,17 +343,19 @@ def draw_splits(
     Raises: UserError after ``PATIENCE`` draws.
     """
     known: set[tuple[str, ...]] = set()
-    found: dict[str, list[Drawn]] = {}
+    samples: dict[str, list[Drawn]] = {}
     for number, (split, (count, draw)) in enumerate(splits.items()):
-        rng, found[split] = RandomState([recipe.seed, number]), []
+        # A stream for each split: more training samples do not change the test set.
+        rng = RandomState([recipe.seed, number])
+        samples[split] = []
         for _ in range(count):
             drawn = (draw(rng) for _ in range(PATIENCE))
             sample = next((one for one in drawn if tokens(one) not in known), None)
             if sample is None:
                 raise UserError(f"{recipe.task} has too few different inputs: use a larger scale.")
-            found[split].append(sample)
-        known.update(map(tokens, found[split]))
-    return found
+            samples[split].append(sample)
+        known.update(map(tokens, samples[split]))
+    return samples
 
 
 # ----------------------------------------------------------------------------------------- files
@@ -365,7 +386,8 @@ def binarize(
     dictionaries: names under which ``bin/`` contains ``dict.txt``. dictionary: its name in the
     manifest.
     """
-    text, bin_dir = steps.dest / "text", steps.dest / "bin"
+    text = steps.dest / "text"
+    bin_dir = steps.dest / "bin"
     written = {column.text: text / column.text for column in columns}
     written[dictionary] = text / "dict.txt"
 

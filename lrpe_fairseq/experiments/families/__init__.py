@@ -15,8 +15,9 @@ from typing import Any
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.families.classification import ClassificationRun
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
-from lrpe_fairseq.experiments.families.generated import SyntheticRun, TransductionRun
 from lrpe_fairseq.experiments.families.lm import LMRun, PretrainingRun
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun
+from lrpe_fairseq.experiments.families.transduction import TransductionRun
 from lrpe_fairseq.experiments.families.translation import TranslationRun
 from lrpe_fairseq.experiments.records.files import (
     CONFIGS,
@@ -26,7 +27,7 @@ from lrpe_fairseq.experiments.records.files import (
     require_checkout,
 )
 from lrpe_fairseq.experiments.records.keys import Cell, cells
-from lrpe_fairseq.experiments.records.layout import Table, load_table
+from lrpe_fairseq.experiments.records.tables import Table, load_table
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 FAMILIES: dict[str, type[TrainingRun]] = {
@@ -55,8 +56,8 @@ def family_of(config: Path) -> type[TrainingRun]:
 
 def preparation_of(data: Path) -> list[str]:
     """Return the script that prepares ``data``, with its arguments; empty if no family has one."""
-    found = (family.preparation_of(data) for family in FAMILIES.values())
-    return next(filter(None, found), [])
+    scripts = (family.preparation_of(data) for family in FAMILIES.values())
+    return next(filter(None, scripts), [])
 
 
 # --- the runs of a table -------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     config_of(table, scale)
     tables = (table, *(load_named(name) for name in table.experiments[1:]))
     homes = _homes([other.at(scale) for other in tables if scale in other.scales], scale)
-    made = (_runs_of(*home, scale, seed) for seed in seeds for home in homes)
+    made = (_runs_of(owner, cell, scale, seed) for seed in seeds for owner, cell in homes)
     named = {run.name: run for run in itertools.chain.from_iterable(made)}
     return list(named.values())  # columns that separate learning rates share their runs
 
@@ -108,11 +109,11 @@ def in_columns(table: Table, scale: str, seeds: Sequence[int], titles: Sequence[
 
 
 def with_data(
-    found: Sequence[TrainingRun], table: Table, scale: str, names: Sequence[str] | None
+    planned: Sequence[TrainingRun], table: Table, scale: str, names: Sequence[str] | None
 ) -> list[TrainingRun]:
     """Return the runs on the data sets ``names``, or all. Raises: ValueError for another name."""
-    _require(table, scale, "data set", names or (), [run.data.name for run in found])
-    return [run for run in found if not names or run.data.name in names]
+    _require(table, scale, "data set", names or (), [run.data.name for run in planned])
+    return [run for run in planned if not names or run.data.name in names]
 
 
 def _require(
@@ -142,20 +143,20 @@ def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
         _, home = homes.setdefault(place(first, cell), (first, cell))
         homes[place(first, cell)] = first, home.asked(cell.evaluations)
     for other in others:
-        own = {place(other, cell): cell for cell in reversed(cells(other))}
-        for key in homes.keys() & own.keys():
-            homes[key] = other, own[key].asked(homes[key][1].evaluations)
+        cells_of_other = {place(other, cell): cell for cell in reversed(cells(other))}
+        for key in homes.keys() & cells_of_other.keys():
+            homes[key] = other, cells_of_other[key].asked(homes[key][1].evaluations)
     return list(homes.values())
 
 
 def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRun]:
     config = ROOT / cell.config if cell.config else config_of(table, scale)
-    found = family_of(config).of_cell(table, cell, scale, config, seed)
-    for run in found:
+    planned = family_of(config).of_cell(table, cell, scale, config, seed)
+    for run in planned:
         known = folders.dataset_name(run.data) if folders.is_prepared(run.data) else cell.dataset
         if cell.config and known != cell.dataset:
             raise ValueError(
                 f"{cell.config} trains on {known}, but its column has the data set {cell.dataset}: "
                 "make them equal"
             )
-    return found
+    return planned

@@ -72,23 +72,26 @@ class ClassificationRun(TrainingRun):
     def measure(self, run: Shell) -> Run:
         """Return accuracy and loss of every (split, protocol) pair of ``evaluations``."""
         metrics: Run = {}
-        said: dict[str, str] = {}
-        for protocol in dict.fromkeys(own for _, own in self.evaluations):
-            splits = [split for split, own in dict.fromkeys(self.evaluations) if own == protocol]
-            best, data = self.checkpoints / checkpoints.BEST, self.data_of(protocol)
-            words = ("eval_classifier", best, data, "--splits", *splits)
-            measured = written_by(run, self.folder / f"eval-{protocol}.json", *words)
+        sentences: dict[str, str] = {}
+        splits_of: dict[str, list[str]] = {}
+        for split, protocol in dict.fromkeys(self.evaluations):
+            splits_of.setdefault(protocol, []).append(split)
+        for protocol, splits in splits_of.items():
+            best = self.checkpoints / checkpoints.BEST
+            data = self.data_of(protocol)
+            out = self.folder / f"eval-{protocol}.json"
+            measured = written_by(run, out, "eval_classifier", best, data, "--splits", *splits)
             for split in splits:
                 metrics.setdefault(split, {})[protocol] = measured["metrics"][split][ACCURACY]
             where = "" if data == self.data else f" On {folders.dataset_name(data)}."
-            said[protocol] = f"{measured['protocol'][ACCURACY]}{where} {CHOSEN}"
-        return {"metrics": metrics, "protocol": said}
+            sentences[protocol] = f"{measured['protocol'][ACCURACY]}{where} {CHOSEN}"
+        return {"metrics": metrics, "protocol": sentences}
 
 
 def protocol(data: Path, longest: int, cut: int) -> str:
     """Return the protocol in words. cut: number of evaluated inputs cut at ``longest`` tokens."""
     sizes = manifest(data).get("splits", {})
-    named = ", ".join(f"{split} {found['examples']:,}" for split, found in sizes.items())
+    named = ", ".join(f"{split} {counts['examples']:,}" for split, counts in sizes.items())
     return (
         "Accuracy times 100, and cross-entropy in bits per example, over all examples of a split."
         + (f" Examples: {named}." if named else "")

@@ -19,8 +19,8 @@ from lrpe_fairseq.experiments.data.folders import Checksums, digest_of, manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
 from lrpe_fairseq.experiments.records.keys import Cell, comparable
-from lrpe_fairseq.experiments.records.layout import Table, file_name
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import Table, file_name
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_by
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
@@ -64,13 +64,15 @@ class FinetuningRun(TrainingRun):
         source = {"checkpoint": best, "label": cell.label}
         source |= {"attention_type": cell.attention, "position_encoding": cell.encoding}
         tasks = [cell.dataset.removeprefix("glue-")]
-        rates, home = table.rates_at(scale, cell.rates), table.experiments[0]
+        rates = table.rates_at(scale, cell.rates)
+        home = table.experiments[0]
         return finetuning_runs(source, config, scale, tasks, rates, [seed], home)
 
     @classmethod
     def preparation_of(cls, data: Path) -> list[str]:
         """Return the command for data/glue-<pre-training data>/<task>, with that data's pieces."""
-        home, pieces = data.parent, data.parent.name.removeprefix("glue-")
+        home = data.parent
+        pieces = data.parent.name.removeprefix("glue-")
         if pieces == home.name:
             return []
         script = f"data-prep/glue/prepare.py {data.name} --tokens-of"
@@ -83,8 +85,8 @@ class FinetuningRun(TrainingRun):
     def data_checksums(self) -> Checksums:
         """Also that of the pre-trained checkpoint."""
         known = super().data_checksums()
-        given = known and self.checkpoint.is_file()
-        return {**known, "pretrained": digest_of(self.checkpoint)} if given else known
+        readable = known and self.checkpoint.is_file()
+        return {**known, "pretrained": digest_of(self.checkpoint)} if readable else known
 
     def require_inputs(self) -> None:
         """Also require that checkpoint, data and task match."""
@@ -109,8 +111,9 @@ class FinetuningRun(TrainingRun):
         """Return the task's metrics on every development set of the data."""
         metrics: Run = {}
         for split in evaluated(self.data):
-            words = ("eval_glue", self.checkpoints / checkpoints.BEST, self.data, split)
-            metrics[split] = {GLUE: written_by(run, self.folder / f"eval-{split}.json", *words)}
+            out = self.folder / f"eval-{split}.json"
+            best = self.checkpoints / checkpoints.BEST
+            metrics[split] = {GLUE: written_by(run, out, "eval_glue", best, self.data, split)}
         return {"metrics": metrics, "protocol": {GLUE: self._protocol()}}
 
     def record(self, measured: Run, threads: int) -> Run:
@@ -139,8 +142,8 @@ class FinetuningRun(TrainingRun):
             return super().encoding_choices()
         model = model_options(self.checkpoint)
         attention, encoding = model["model.attention_type"], model["model.position_encoding"]
-        own = {"attention_type": attention, "position_encoding": encoding}
-        if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in own.items()):
+        choices = {"attention_type": attention, "position_encoding": encoding}
+        if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in choices.items()):
             raise ValueError(
                 f"the checkpoint has {attention} attention and the encoding {encoding}, not "
                 f"{self.attention_type} and {self.position_encoding}"
@@ -179,8 +182,8 @@ def source_of(checkpoint: Path) -> dict[str, Any]:
     """Describe a checkpoint by its encoding. Raises: ValueError unless it is an lrpe_roberta."""
     model = model_options(checkpoint)
     names = ("attention_type", "position_encoding")
-    found = {"checkpoint": checkpoint, **{name: model[f"model.{name}"] for name in names}}
-    return {**found, "label": found["position_encoding"]}
+    source = {"checkpoint": checkpoint, **{name: model[f"model.{name}"] for name in names}}
+    return {**source, "label": source["position_encoding"]}
 
 
 def finetuning_runs(
@@ -231,8 +234,8 @@ def model_options(checkpoint: Path) -> dict[str, str]:
     name = str(known.get("model._name", ""))
     if not name.startswith("lrpe_roberta"):
         raise ValueError(f"{relative(checkpoint)} is a model of {name}, not of lrpe_roberta")
-    own = {"_name", *LRPERobertaConfig.__dataclass_fields__} - FREE  # fairseq adds others
-    kept = {key: known.get(f"model.{key}") for key in sorted(own)}
+    ours = {"_name", *LRPERobertaConfig.__dataclass_fields__} - FREE  # fairseq adds others
+    kept = {key: known.get(f"model.{key}") for key in sorted(ours)}
     return {
         f"model.{key}": str(value).lower() if isinstance(value, bool) else str(value)
         for key, value in kept.items()
@@ -255,9 +258,9 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Return a sentence for each split of a manifest that is a subset of the official one."""
     return [
         f"{'Trained' if split == 'train' else f'Evaluated ({split})'} on a subset: "
-        f"{found['examples']:,} of {found['official']:,} examples."
-        for split, found in splits.items()
-        if found["examples"] != found["official"]
+        f"{counts['examples']:,} of {counts['official']:,} examples."
+        for split, counts in splits.items()
+        if counts["examples"] != counts["official"]
     ]
 
 

@@ -84,19 +84,19 @@ def measure(
     trained = options["task.tokens_per_sample"]
     known = {name: Protocol.parse(name) for name in sorted({name for _, name in evaluations})}
     for split in dict.fromkeys(split for split, _ in evaluations):
-        names = [name for own, name in evaluations if own == split]
-        found: Run = {}
+        names = [name for split_of, name in evaluations if split_of == split]
+        by_protocol: Run = {}
         for name in (name for name in names if known[name].by_fairseq):
             log = folder / f"eval-{checkpoint.stem}-{split}-{name}.log"
             run(evaluation_command(checkpoint, data, split, name, options), log)
-            found[name] = read_evaluation(log, data, split)
-        if others := [name for name in names if name not in found]:
+            by_protocol[name] = read_evaluation(log, data, split)
+        if others := [name for name in names if name not in by_protocol]:
             out = folder / f"eval-{checkpoint.stem}-{split}-lengths.json"
             measured = written_by(run, out, "score_lm", checkpoint, data, split, *others)
-            found |= {n: _complete(n, measured[n], data, split, trained, out) for n in others}
-        metrics[split] = {name: found[name] for name in names}
-    said = {name: protocol.sentence(trained) for name, protocol in known.items()}
-    return {"metrics": metrics, "protocol": said}
+            by_protocol |= {n: _complete(n, measured[n], data, split, trained, out) for n in others}
+        metrics[split] = {name: by_protocol[name] for name in names}
+    sentences = {name: protocol.sentence(trained) for name, protocol in known.items()}
+    return {"metrics": metrics, "protocol": sentences}
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
@@ -129,7 +129,8 @@ def evaluation_command(
 
     A model with a memory of earlier blocks needs the task of its training to carry it.
     """
-    tokens, parsed = options["task.tokens_per_sample"], Protocol.parse(protocol)
+    tokens = options["task.tokens_per_sample"]
+    parsed = Protocol.parse(protocol)
     overrides = parsed.overrides(tokens)
     return [
         str(BIN / "fairseq-eval-lm"),
@@ -235,6 +236,6 @@ def read_validation(log: Path, split: str) -> dict[str, float]:
     Trap: fairseq rounds the loss to 3 decimals and its perplexity, of the loss before rounding, to
     2. Above a perplexity of about 14 the second is more exact.
     """
-    found = fairseq_log.parse_validation(log, split)
-    exact = EXACT_ABOVE < found["ppl"] < math.inf
-    return fairseq_log.scored(math.log2(found["ppl"]) if exact else found["loss"])
+    printed = fairseq_log.parse_validation(log, split)
+    exact = EXACT_ABOVE < printed["ppl"] < math.inf
+    return fairseq_log.scored(math.log2(printed["ppl"]) if exact else printed["loss"])

@@ -4,6 +4,7 @@ A run file is ``results/runs/ngrams/<dataset>-<tokens>-in-<T>.json``: n-grams of
 ``ngrams.tokens`` training tokens, on what models with blocks of T tokens are evaluated on.
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ from lrpe_fairseq.experiments.families import runs
 from lrpe_fairseq.experiments.families.lm import LMRun, with_words
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard
-from lrpe_fairseq.experiments.records.layout import load_tables
+from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.experiments.records.protocols import (
     REPEATED,
     TRUNCATED,
     Protocol,
     Window,
 )
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
+from lrpe_fairseq.experiments.records.tables import load_tables
 
 ORDERS = ngrams.ORDERS
 EXPERIMENT = SCALE = TASK = "ngrams"
@@ -70,12 +72,13 @@ class Fitted:
     """N-grams of the first ``tokens`` training tokens, and p of the held-out tokens, kept."""
 
     def __init__(self, texts: Corpus, tokens: int) -> None:
-        self.texts, self.tokens = texts, tokens
+        self.texts = texts
+        self.tokens = tokens
         self._model = ngrams.KneserNey(texts.split("train")[:tokens], texts.symbols)
         self._alone: dict[str, np.ndarray] = {}
         self._mixtures: dict[int, ngrams.Mixture] = {}
         self._mixed: dict[tuple[str, int], np.ndarray] = {}
-        losses = [ngrams.loss(own) for own in self.alone("valid")]
+        losses = [ngrams.loss(probabilities) for probabilities in self.alone("valid")]
         self.order = 1 + int(np.argmin(losses))
 
     def alone(self, split: str) -> np.ndarray:
@@ -90,8 +93,8 @@ class Fitted:
             held_out = self.texts.split("valid")
             self._mixtures[window] = ngrams.Mixture(self._model, self.order, window, held_out)
         if (split, window) not in self._mixed:
-            found = self._mixtures[window].probabilities(self.texts.split(split))
-            self._mixed[split, window] = found
+            probabilities = self._mixtures[window].probabilities(self.texts.split(split))
+            self._mixed[split, window] = probabilities
         return self._mixed[split, window]
 
 
@@ -104,21 +107,22 @@ def tokens_read(settings: Any) -> int:
 def yardsticks(data: Path) -> list[Yardstick]:
     """Return what the tables need that train language models on a data folder of this name."""
     there = int(corpus.row_lengths(first_shard(data) / "train").sum())
-    found: dict[tuple[int, int], set[tuple[str, str]]] = {}
+    needed: dict[tuple[int, int], set[tuple[str, str]]] = {}
     for run in _trainings(data.name):
         settings = run.settings()
         key = min(there, tokens_read(settings)), int(settings.task.tokens_per_sample)
-        found.setdefault(key, set()).update(_plain(run.evaluations))
+        needed.setdefault(key, set()).update(_plain(run.evaluations))
     return [
         Yardstick(data, tokens, length, tuple(sorted(evaluations)))
-        for (tokens, length), evaluations in sorted(found.items())
+        for (tokens, length), evaluations in sorted(needed.items())
     ]
 
 
 def _trainings(name: str) -> list[LMRun]:
     tables = load_tables(CONFIGS / "tables")
     cells = (runs(table, scale, [1]) for table in tables for scale in table.scales)
-    return [run for own in cells for run in own if isinstance(run, LMRun) and run.data.name == name]
+    planned = itertools.chain.from_iterable(cells)
+    return [run for run in planned if isinstance(run, LMRun) and run.data.name == name]
 
 
 def _plain(evaluations: Evaluations) -> set[tuple[str, str]]:
@@ -129,7 +133,8 @@ def _plain(evaluations: Evaluations) -> set[tuple[str, str]]:
 
 def measure(wanted: Sequence[Yardstick]) -> Iterator[Run]:
     """Yield the run files of yardsticks of one data folder; one model is in memory at a time."""
-    texts, fit = Corpus(wanted[0].data) if wanted else None, None
+    texts = Corpus(wanted[0].data) if wanted else None
+    fit = None
     for one in wanted:
         begun = time.monotonic()
         if fit is None or fit.tokens != one.tokens:
@@ -173,16 +178,19 @@ def scores(fit: Fitted, wanted: Yardstick, split: str, name: str) -> dict[str, f
     text = fit.texts.split(split)
     places = scored_places(protocol.windows(len(text), wanted.length))
     window = window_of(protocol, wanted.length)
-    losses = {order: ngrams.loss(own, places) for order, own in enumerate(fit.alone(split), 1)}
-    cached = ngrams.loss(fit.mixed(split, window), places)
-    alone, mixed = (
-        {**fairseq_log.scored(loss), "tokens": len(places)} for loss in (losses[fit.order], cached)
-    )
-    if not protocol.is_partial:
-        alone, mixed = (with_words(found, wanted.data, split) for found in (alone, mixed))
+    losses = {
+        order: ngrams.loss(probabilities, places)
+        for order, probabilities in enumerate(fit.alone(split), 1)
+    }
+    cached_loss = ngrams.loss(fit.mixed(split, window), places)
+    alone = {**fairseq_log.scored(losses[fit.order]), "tokens": len(places)}
+    mixed = {**fairseq_log.scored(cached_loss), "tokens": len(places)}
+    if not protocol.is_partial:  # the manifest counts the words of whole splits only
+        alone = with_words(alone, wanted.data, split)
+        mixed = with_words(mixed, wanted.data, split)
     orders = {f"ppl-{order}": fairseq_log.perplexity(loss) for order, loss in losses.items()}
-    own = {f"cache-{metric}": value for metric, value in mixed.items() if metric != "tokens"}
-    return {**alone, **orders, **own, "order": fit.order, "cache-window": window}
+    cached = {f"cache-{metric}": value for metric, value in mixed.items() if metric != "tokens"}
+    return {**alone, **orders, **cached, "order": fit.order, "cache-window": window}
 
 
 def scored_places(windows: Any) -> np.ndarray:

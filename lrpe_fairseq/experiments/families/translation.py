@@ -16,8 +16,8 @@ from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.keys import Cell, unread
-from lrpe_fairseq.experiments.records.layout import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.records.runs import Run
+from lrpe_fairseq.experiments.records.tables import HALVES, PARTS, Table
 from lrpe_fairseq.experiments.runner.devices import BIN, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -47,10 +47,10 @@ class Decoding:
         Returns the path, and the options with the number of checkpoints that were averaged.
         Raises: ValueError if there is none.
         """
-        found = checkpoints.newest(folder, self.average)
+        newest = checkpoints.newest(folder, self.average)
         averaged = folder / checkpoints.AVERAGED
-        checkpoints.average(found, averaged)
-        return averaged, replace(self, average=len(found))
+        checkpoints.average(newest, averaged)
+        return averaged, replace(self, average=len(newest))
 
     def sentence(self, signature: str) -> str:
         """Return the protocol as stated in a run file."""
@@ -84,8 +84,8 @@ class EncoderDecoderRun(TrainingRun, ABC):
             "position_encoding": self.position_encoding,
             "encoding_seed": str(self.seed),
         }
-        found = {f"model.{half}.{key}": value for half in HALVES for key, value in choices.items()}
-        return found | (self._choices_of_cross() if encoded else {})
+        chosen = {f"model.{half}.{key}": value for half in HALVES for key, value in choices.items()}
+        return chosen | (self._choices_of_cross() if encoded else {})
 
     def _choices_of_cross(self) -> dict[str, str]:
         """Return the seed of an encoded cross-attention, and the decoder's options of its encoding.
@@ -95,8 +95,8 @@ class EncoderDecoderRun(TrainingRun, ABC):
         encoding = parse_overrides(self.overrides)[CROSS]
         decoder = self.yaml().model.get("decoder", {})
         read = (name for name in decoder if name in options_read_by(encoding))
-        own = {f"model.cross.{name}": str(decoder[name]) for name in read}
-        return {"model.cross.encoding_seed": str(self.seed), **own}
+        options = {f"model.cross.{name}": str(decoder[name]) for name in read}
+        return {"model.cross.encoding_seed": str(self.seed), **options}
 
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
@@ -132,19 +132,19 @@ class TranslationRun(EncoderDecoderRun):
 
     def encoding_choices(self) -> dict[str, str]:
         """Return attention type and encoding of encoder and decoder as configuration keys."""
-        found = super().encoding_choices()
+        chosen = super().encoding_choices()
         if fixed := dict(self.fixed):
-            found[f"model.{fixed['side']}.attention_type"] = fixed["attention"]
-            found[f"model.{fixed['side']}.position_encoding"] = fixed["encoding"]
-        return found
+            chosen[f"model.{fixed['side']}.attention_type"] = fixed["attention"]
+            chosen[f"model.{fixed['side']}.position_encoding"] = fixed["encoding"]
+        return chosen
 
     def measure(self, run: Shell) -> Run:
         """Return BLEU and chrF of every split of ``evaluations``, and what was averaged."""
         updates = list(checkpoints.periodic(self.checkpoints))[-self.decoding.average :]
         averaged, decoding = self._averaged()
         splits = [split for split, _ in self.evaluations]
-        found = measure(averaged, self.data, splits, decoding, self.folder, run)
-        return {**found, "averaged_updates": updates} if updates else found
+        measured = measure(averaged, self.data, splits, decoding, self.folder, run)
+        return {**measured, "averaged_updates": updates} if updates else measured
 
     def _averaged(self) -> tuple[Path, Decoding]:
         """Average the last checkpoints. A finished run has deleted them and left their average."""
@@ -168,8 +168,8 @@ def measure(
         log = logs / f"eval-{split}-{BEAM}.log"
         run(generate_command(checkpoint, data, split, decoding), log)
         metrics[split] = {}
-        metrics[split][BEAM], said = score(log, data, split)
-    return {"metrics": metrics, "protocol": {BEAM: decoding.sentence(said)}}
+        metrics[split][BEAM], signature = score(log, data, split)
+    return {"metrics": metrics, "protocol": {BEAM: decoding.sentence(signature)}}
 
 
 def require_dictionaries(checkpoint: Path, data: Path) -> None:
@@ -212,22 +212,25 @@ def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
     """Return scores and signature of a log. Raises: RunFailed if a sentence is missing."""
     texts, languages = (manifest(data)[key] for key in ("texts", "languages"))
     reference = text_lines(side(data / texts[split], languages[1]).read_text(encoding="utf-8"))
-    found = hypotheses(log.read_text(encoding="utf-8"))
-    if sorted(found) != list(range(len(reference))):
-        raise RunFailed(f"{log}: only {len(found)} of {len(reference)} sentences were translated")
-    translated = [found[index] for index in range(len(reference))]
+    translations = hypotheses(log.read_text(encoding="utf-8"))
+    if sorted(translations) != list(range(len(reference))):
+        raise RunFailed(
+            f"{log}: only {len(translations)} of {len(reference)} sentences were translated"
+        )
+    translated = [translations[index] for index in range(len(reference))]
     return scores(translated, reference)
 
 
 def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[str, float], str]:
     """Return corpus BLEU and chrF of detokenized text, and BLEU's signature."""
-    bleu, chrf = BLEU(), CHRF()
-    found = {
+    bleu = BLEU()
+    chrf = CHRF()
+    metrics = {
         "bleu": bleu.corpus_score(list(translated), [list(reference)]).score,
         "chrf": chrf.corpus_score(list(translated), [list(reference)]).score,
         "sentences": len(reference),
     }
-    return found, str(bleu.get_signature())
+    return metrics, str(bleu.get_signature())
 
 
 def hypotheses(output: str) -> dict[int, str]:

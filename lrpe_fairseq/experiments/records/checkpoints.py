@@ -48,9 +48,10 @@ def require_model(path: Path, *archs: str) -> dict[str, Any]:
     Raises: ValueError, one sentence, if it is damaged, diverged or of another model.
     """
     state = load_sound(path)
-    found = str(options(state).get("model._name"))
-    if not any(found == arch or found.startswith(f"{arch}_") for arch in archs):
-        raise ValueError(f"{path} is a checkpoint of {found}, not of {' or '.join(archs)}")
+    name = str(options(state).get("model._name"))
+    # A preset is named after its architecture, such as lrpe_lm_tiny.
+    if not any(name == arch or name.startswith(f"{arch}_") for arch in archs):
+        raise ValueError(f"{path} is a checkpoint of {name}, not of {' or '.join(archs)}")
     require_finite(path, state["model"])
     return state
 
@@ -94,9 +95,9 @@ def dotted(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     A nested section, such as a translation model's encoder, is part of the key:
     ``model.encoder.embed_dim``.
     """
-    found = dict(pair for part, values in config.items() for pair in _dotted(part, values))
+    by_key = dict(pair for part, values in config.items() for pair in _dotted(part, values))
     # inf, nan and what JSON does not know become text
-    return json.loads(json.dumps(found, default=str), parse_constant=lambda n: str(float(n)))
+    return json.loads(json.dumps(by_key, default=str), parse_constant=lambda n: str(float(n)))
 
 
 def _dotted(section: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -114,14 +115,15 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     with the most updates. If there is none, it is renamed to ``checkpoint_last.pt.refused``, 0 is
     returned, and training starts over. Averages have no optimizer state and are never resumed.
     """
-    last, found = folder / LAST, _resumable(folder, say)
-    if not found:
+    last = folder / LAST
+    resumable = _resumable(folder, say)
+    if not resumable:
         if last.exists():
             last.replace(last.with_name(f"{LAST}.refused"))
             say(f"no checkpoint can be loaded; {LAST}.refused is the last; training starts over")
         return 0
-    path = max(found, key=found.get)  # the first of several
-    seen = found[path]
+    path = max(resumable, key=resumable.get)  # the first of several
+    seen = resumable[path]
     if path != last:
         with open(path, "rb") as content, atomic_write(last, "wb") as file:
             shutil.copyfileobj(content, file, 1 << 20)
@@ -149,12 +151,12 @@ def periodic(folder: Path) -> dict[int, Path]:
 
 def newest(folder: Path, count: int) -> list[Path]:
     """Return the last ``count`` periodic checkpoints, ascending. Raises: ValueError without any."""
-    found = list(periodic(folder).values())
-    if not found:
+    every = list(periodic(folder).values())
+    if not every:
         raise ValueError(
             f"{folder} has no periodic checkpoints to average: evaluate a single one (--average 1)"
         )
-    return found[-count:]
+    return every[-count:]
 
 
 def remove(folder: Path, names: str = "checkpoint*.pt*") -> None:
@@ -190,8 +192,9 @@ def same_dictionary(
     if weight is not None and size != len(weight):
         return False
     name = name or dictionary.name
-    recorded = {**read_json(checkpoint.with_name(DICTIONARIES)), **state.get(dictionaries.KEY, {})}
-    trained = recorded.get(name) or _in_training_data(checkpoint, state, dictionary, name)
+    recorded = {**read_json(checkpoint.with_name(DICTIONARIES)), **dictionaries.recorded(state)}
+    trained = recorded.get(name) or recorded.get(dictionaries.EMBEDDINGS.get(embedding, ""))
+    trained = trained or _in_training_data(checkpoint, state, dictionary, name)
     if not trained:
         say(
             f"{checkpoint} does not record the words of its dictionary: only the number of words "
@@ -219,7 +222,8 @@ def _started_in(checkpoint: Path, save_dir: str) -> list[Path]:
 
     A checkpoint in a relative ``save_dir`` names the folder. One that was moved does not.
     """
-    folder, below = checkpoint.absolute().parent.parts, Path(os.path.normpath(save_dir)).parts
+    folder = checkpoint.absolute().parent.parts
+    below = Path(os.path.normpath(save_dir)).parts
     above = len(folder) - len(below)
     if save_dir and folder[above:] == below:
         return [Path(*folder[:above])]
@@ -228,7 +232,7 @@ def _started_in(checkpoint: Path, save_dir: str) -> list[Path]:
 
 def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
     """Return {path: updates} of the undamaged checkpoints; ``checkpoint_last.pt`` comes first."""
-    found = {}
+    updates_of = {}
     for path in sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.name != LAST):
         try:
             state = load_sound(path)
@@ -236,10 +240,10 @@ def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
             say(str(error))
             continue
         if state.get("last_optimizer_state", {}) is not None:
-            found[path] = updates(state)
+            updates_of[path] = updates(state)
         elif path.name != AVERAGED:
             say(f"{path} is an average of checkpoints and is not resumed")
-    return found
+    return updates_of
 
 
 def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -45,8 +45,8 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
             except ModuleNotFoundError as error:
                 return refused_without(name, error)
             except (UserError, ValueError, OSError) as error:
-                said = " ".join(str(error).split()) or type(error).__name__
-                print(f"{name}: {said}", file=sys.stderr)
+                sentence = " ".join(str(error).split()) or type(error).__name__
+                print(f"{name}: {sentence}", file=sys.stderr)
                 return BAD_INPUT
             except KeyboardInterrupt:
                 return INTERRUPTED

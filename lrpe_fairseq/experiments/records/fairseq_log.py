@@ -64,7 +64,8 @@ class TrainingLog:
         tokens, before = 0.0, 0
         for n, values in sorted(self.inner.items()):
             if n <= update:
-                tokens, before = tokens + (n - before) * float(values["wpb"]), n
+                tokens = tokens + (n - before) * float(values["wpb"])
+                before = n
         first = next(iter(self.inner.values()), {"wpb": 0})
         return round(tokens + (update - before) * float(first["wpb"]))
 
@@ -82,16 +83,16 @@ def read_training_log(path: Path) -> TrainingLog:
 
 def million_parameters(path: Path) -> float | None:
     """Return the number of the model's parameters, in millions; None if the log lacks it."""
-    found = PARAMETERS.search(_text(path))
-    return int(found[1].replace(",", "")) / 1e6 if found else None
+    match = PARAMETERS.search(_text(path))
+    return int(match[1].replace(",", "")) / 1e6 if match else None
 
 
 def served(path: Path) -> dict[str, list[str]]:
-    """Return which forms computed each attention, as ``kernels.loader.log_served`` has logged."""
-    found: dict[str, set[str]] = {}
-    for what, form in SERVED.findall(_text(path)):
-        found.setdefault(what, set()).add(form)
-    return {what: sorted(forms) for what, forms in found.items()}
+    """Return the kernels by operation, as ``kernels.loader.log_served`` has logged them."""
+    kernels_of: dict[str, set[str]] = {}
+    for operation, kernel in SERVED.findall(_text(path)):
+        kernels_of.setdefault(operation, set()).add(kernel)
+    return {operation: sorted(kernels) for operation, kernels in kernels_of.items()}
 
 
 def last_update(path: Path) -> int:
@@ -109,8 +110,8 @@ def ended_not_finite(path: Path) -> bool:
 def last_line(path: Path) -> str:
     """Return the last informative line of a log; after a crash, the exception."""
     lines = filter(None, map(str.strip, _tail(path).splitlines()))
-    said = [line for line in lines if not line.startswith(("Set the environment", "^"))]
-    return said[-1][:300] if said else "it printed nothing"
+    informative = [line for line in lines if not line.startswith(("Set the environment", "^"))]
+    return informative[-1][:300] if informative else "it printed nothing"
 
 
 def parse_evaluation(log: Path) -> dict[str, float]:
@@ -120,7 +121,8 @@ def parse_evaluation(log: Path) -> dict[str, float]:
         status 0.
     """
     output = log.read_text(encoding="utf-8")
-    tokens, loss = TOKENS.findall(output), LOSS.findall(output)
+    tokens = TOKENS.findall(output)
+    loss = LOSS.findall(output)
     if not tokens or not loss:
         raise ValueError(f"fairseq-eval-lm printed no perplexity ({log})")
     count = int(tokens[-1].replace(",", ""))
@@ -149,10 +151,10 @@ def scored(loss: float) -> dict[str, float]:
 def parse_validation(log: Path, split: str) -> dict[str, float]:
     """Return what fairseq-validate measured on ``split``. Raises: ValueError if it is missing."""
     output = log.read_text(encoding="utf-8")
-    found = re.findall(rf"\| {re.escape(split)} \| (\{{.*\}})", output)
-    if not found:
+    printed = re.findall(rf"\| {re.escape(split)} \| (\{{.*\}})", output)
+    if not printed:
         raise ValueError(f"fairseq-validate printed no numbers for {split} ({log})")
-    values = json.loads(found[-1])
+    values = json.loads(printed[-1])
     return {n.removeprefix(f"{split}_"): float(v) for n, v in values.items() if n != "epoch"}
 
 
@@ -176,8 +178,8 @@ def _tail(path: Path) -> str:
 
 def _entries(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the logger and the values of every whole line with statistics."""
-    found = map(statistics_of, text.splitlines(keepends=True))
-    return [entry for entry in found if entry is not None]
+    entries = map(statistics_of, text.splitlines(keepends=True))
+    return [entry for entry in entries if entry is not None]
 
 
 def statistics_of(line: str) -> tuple[str, dict[str, Any]] | None:

@@ -36,8 +36,8 @@ def relative(path: Path) -> str:
 
 def shards_of(data: Path) -> list[Path]:
     """Return the folders of ``data`` that fairseq reads, shards in numeric order."""
-    found = {p: SHARD.fullmatch(p.name) for p in (data / "bin").glob("shard*")}
-    numbered = {path: int(match[1]) for path, match in found.items() if match}
+    matches = {p: SHARD.fullmatch(p.name) for p in (data / "bin").glob("shard*")}
+    numbered = {path: int(match[1]) for path, match in matches.items() if match}
     return sorted(numbered, key=numbered.__getitem__) or [data / "bin"]
 
 
@@ -125,9 +125,9 @@ def _composed(path: Path, changed: int) -> Any:
     config = OmegaConf.merge({}, OmegaConf.load(path))
     names = [name for name in config.pop("defaults", ()) if name != "_self_"]
     bases = [path.with_name(f"{name}.yaml") for name in names]
-    found = OmegaConf.merge(*(_composed(base, base.stat().st_mtime_ns) for base in bases), config)
-    OmegaConf.set_readonly(found, True)
-    return found
+    merged = OmegaConf.merge(*(_composed(base, base.stat().st_mtime_ns) for base in bases), config)
+    OmegaConf.set_readonly(merged, True)
+    return merged
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import canonical_name, options_of_encodings, options_read_by
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.experiments.records.layout import (
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run
+from lrpe_fairseq.experiments.records.tables import (
     HALVES,
     PARTS,
     Column,
@@ -23,7 +24,6 @@ from lrpe_fairseq.experiments.records.layout import (
     file_name,
     short,
 )
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, plain
 
 Sides = str | Mapping[str, str]
 """A name, or those of encoder and decoder."""
@@ -63,13 +63,13 @@ class Key(NamedTuple):
 
 def key(table: Table, run: Run) -> Key:
     """Return the key of a run file, or of a planned run with the same fields."""
-    found = {name: option(run["config"], name, usual) for name, usual in table.options.items()}
+    values = {name: option(run["config"], name, usual) for name, usual in table.options.items()}
     names = {column.dataset for column in table.columns}
     data = run["dataset"]
     return Key(
         _canonical("attention_type", run["attention_type"]),
         _canonical("position_encoding", run["position_encoding"]),
-        _changed(table, found),
+        _changed(table, values),
         next((n for n in (data, data.removesuffix(f"-{run['scale']}")) if n in names), ""),
     )
 
@@ -78,8 +78,8 @@ def key_at(table: Table, row: Row, column: Column) -> Key:
     """Return the key of the cell at ``row`` and ``column``."""
     fixed = table.fixed
     sides = [
-        {**dict.fromkeys(HALVES, own), **({fixed["side"]: fixed[what]} if fixed else {})}
-        for own, what in ((row.attention_in(column), "attention"), (row.encoding, "encoding"))
+        {**dict.fromkeys(HALVES, name), **({fixed["side"]: fixed[what]} if fixed else {})}
+        for name, what in ((row.attention_in(column), "attention"), (row.encoding, "encoding"))
     ]
     chosen = {**table.options, **row.overrides, **column.overrides}
     attention, encoding = map(_canonical, ("attention_type", "position_encoding"), sides)
@@ -90,10 +90,11 @@ def filled(table: Table, run: Run) -> list[tuple[str, str]]:
     """Return (label of the row, key of the column) of every cell of ``table`` that a run fills."""
     if run["experiment"] not in table.experiments or run["scale"] not in table.scales:
         return []
-    own, rate = key(table, run), option(run["config"], RATE)
+    run_key = key(table, run)
+    rate = option(run["config"], RATE)
     return [
         (row.label, column.key)
-        for row, column in _places(table).get(own, ())
+        for row, column in _places(table).get(run_key, ())
         if rate in (table.rates_at(run["scale"], column.rates) or [rate])
     ]
 
@@ -101,12 +102,12 @@ def filled(table: Table, run: Run) -> list[tuple[str, str]]:
 @lru_cache(maxsize=256)
 def _places(table: Table) -> dict[Key, list[tuple[Row, Column]]]:
     """Return the cells of a table by key, row by row."""
-    found: dict[Key, list[tuple[Row, Column]]] = {}
+    cells_of: dict[Key, list[tuple[Row, Column]]] = {}
     for row in table.rows:
         for column in table.columns:
             if row.has(column) and not column.mean_of:
-                found.setdefault(key_at(table, row, column), []).append((row, column))
-    return found
+                cells_of.setdefault(key_at(table, row, column), []).append((row, column))
+    return cells_of
 
 
 def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
@@ -121,16 +122,16 @@ def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     if name in LIMITS:
         whole = [int(size) for size in sizes(config, name)]
         return whole[0] if len(whole) == 1 else whole or None
-    found = {part: config.get(name.replace("*", part), ABSENT) for part in PARTS}
-    found = {part: _single(value) for part, value in found.items() if value is not ABSENT}
-    if not found:
+    by_part = {part: config.get(name.replace("*", part), ABSENT) for part in PARTS}
+    by_part = {part: _single(value) for part, value in by_part.items() if value is not ABSENT}
+    if not by_part:
         return default
     if "*" in name:
         skipped = unread(config)
-        read = {p: v for p, v in found.items() if name.replace("*", p) not in skipped}
-        found = read or found
-    first, *others = found.values()
-    return found if any(other != first for other in others) else first
+        read = {p: v for p, v in by_part.items() if name.replace("*", p) not in skipped}
+        by_part = read or by_part
+    first, *others = by_part.values()
+    return by_part if any(other != first for other in others) else first
 
 
 def unread(config: Mapping[str, Any]) -> set[str]:
@@ -139,15 +140,17 @@ def unread(config: Mapping[str, Any]) -> set[str]:
     They are those of encodings that the part does not have, and in ``lrpe_transformer`` all of a
     cross-attention that is fairseq's own, but those that make it so.
     """
-    found = set()
+    unused = set()
     for section in ("model.", *(f"model.{part}." for part in PARTS)):
         names = str(config.get(f"{section}position_encoding") or "")
-        own = {name.removeprefix(section) for name in config if name.startswith(section)}
+        section_options = {
+            name.removeprefix(section) for name in config if name.startswith(section)
+        }
         if section == CROSS and all(str(config.get(CROSS + n, v)) == v for n, v in STOCK.items()):
-            found |= {section + name for name in own if names and name not in STOCK}
+            unused |= {section + name for name in section_options if names and name not in STOCK}
         elif names:
-            found |= {section + name for name in own & _unread_by(names)}
-    return found
+            unused |= {section + name for name in section_options & _unread_by(names)}
+    return unused
 
 
 @lru_cache(maxsize=256)
@@ -167,8 +170,19 @@ def comparable(name: str, value: Any) -> Any:
     """
     if not (isinstance(value, str) and value and name.endswith(patterns.OPTIONS)):
         return plain(value)
-    own = canonical_name if name.endswith("position_encoding") else str
-    return plain(patterns.canonical(value, own))
+    canonical = canonical_name if name.endswith("position_encoding") else str
+    return plain(patterns.canonical(value, canonical))
+
+
+def plain(value: Any) -> Any:
+    """Return a canonical value: 1, 1.0 and "1" are equal, and so are True and "true"."""
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    text = str(value).strip().lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def steps(config: Mapping[str, Any]) -> list[float]:
@@ -219,14 +233,14 @@ class Cell:
 
 def cells(table: Table) -> list[Cell]:
     """Return the cells of ``table`` that need separate trainings, row by row."""
-    found: dict[Cell, Evaluations] = {}
+    shown_in: dict[Cell, Evaluations] = {}
     for row in table.rows:
         for column in table.columns:
             if row.has(column) and not column.mean_of:
                 cell = _cell(table, row, column)
                 shown = ((column.split, column.protocol),) if column.split else ()
-                found[cell] = found.get(cell, ()) + shown
-    return [cell.asked(evaluations) for cell, evaluations in found.items()]
+                shown_in[cell] = shown_in.get(cell, ()) + shown
+    return [cell.asked(evaluations) for cell, evaluations in shown_in.items()]
 
 
 def _cell(table: Table, row: Row, column: Column) -> Cell:
@@ -261,7 +275,7 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _canonical(name: str, given: Sides) -> tuple[str, ...]:
+def _canonical(name: str, names: Sides) -> tuple[str, ...]:
     """Return the names of encoder and decoder; models with one stack have the same name twice."""
-    sides = dict.fromkeys(HALVES, given) if isinstance(given, str) else given
+    sides = dict.fromkeys(HALVES, names) if isinstance(names, str) else names
     return tuple(comparable(name, sides[side]) for side in HALVES)

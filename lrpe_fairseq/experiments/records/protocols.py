@@ -77,11 +77,11 @@ class Protocol:
         Protocol(kind='tail', length=2048, step=128, scaling='none', factor=1.0)
         """
         plain, _, scaled = name.partition("+")
-        if found := SCALED.fullmatch(scaled):
-            return replace(cls.parse(plain), scaling=found[1], factor=float(found[2]))
+        if match := SCALED.fullmatch(scaled):
+            return replace(cls.parse(plain), scaling=match[1], factor=float(match[2]))
         kind, *numbers = name.split("-")
-        own = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
-        if kind not in KINDS or len(numbers) not in own or not all(map(_is_length, numbers)):
+        allowed = {BLOCKS: (0, 1), SLIDING: (0,), TAIL: (1, 2)}.get(kind, (1,))
+        if kind not in KINDS or len(numbers) not in allowed or not all(map(_is_length, numbers)):
             raise ValueError(f"there is no protocol {name!r}; the protocols are {FORMS}")
         length = int(numbers[0]) if numbers else 0
         step = int(numbers[1]) if len(numbers) > 1 else TAIL_STEP if kind == TAIL else 0
@@ -99,8 +99,8 @@ class Protocol:
 
         trained: T, from which the context is scaled.
         """
-        own = {"scaling": self.scaling, "factor": self.factor, "length": trained}
-        return {} if self.scaling == "none" else {f"context_{k}": v for k, v in own.items()}
+        context = {"scaling": self.scaling, "factor": self.factor, "length": trained}
+        return {} if self.scaling == "none" else {f"context_{k}": v for k, v in context.items()}
 
     @property
     def is_paired(self) -> bool:
@@ -157,7 +157,8 @@ class Protocol:
                 f"{plain} The rotations of the model are scaled for the evaluation: {self.scaling} "
                 f"by {self.factor:g}, from {trained} tokens."
             )
-        length, half = self.length, trained // 2
+        length = self.length
+        half = trained // 2
         if self.by_fairseq:
             return {
                 BLOCKS: f"fairseq-eval-lm over non-overlapping blocks of {trained} tokens; a token "
@@ -247,8 +248,8 @@ def beyond_window(measured: Mapping[str, Metrics], length: int) -> float | None:
     It is the loss of ``truncated-L`` minus that of ``paired-L``: the same tokens and windows, with
     and without a limit of every layer to the last T tokens.
     """
-    found = [measured.get(f"{kind}-{length}", {}).get("loss") for kind in (TRUNCATED, PAIRED)]
-    return None if None in found else (found[0] - found[1]) * math.log(2)
+    losses = [measured.get(f"{kind}-{length}", {}).get("loss") for kind in (TRUNCATED, PAIRED)]
+    return None if None in losses else (losses[0] - losses[1]) * math.log(2)
 
 
 def bounds(length: int) -> list[int]:
@@ -257,10 +258,10 @@ def bounds(length: int) -> list[int]:
     >>> bounds(100)
     [16, 32, 64, 100]
     """
-    found = [FIRST_BOUND]
-    while found[-1] < length:
-        found.append(2 * found[-1])
-    return [*found[:-1], length]
+    upper = [FIRST_BOUND]
+    while upper[-1] < length:
+        upper.append(2 * upper[-1])
+    return [*upper[:-1], length]
 
 
 def _is_length(text: str) -> bool:

@@ -10,30 +10,21 @@ run of a scale writes the base, which never changes: a later edit of a YAML or o
 reinterpret a run. An evaluation by hand has its whole configuration in its file.
 """
 
-import contextlib
-import hashlib
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import re
-import uuid
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.records import fairseq_log
+from lrpe_fairseq.experiments.records import bases
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
-from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
+from lrpe_fairseq.experiments.records.files import commit, write_json
 from lrpe_fairseq.experiments.records.protocols import PAIRED, REPEATED, TRUNCATED
 
 Run = dict[str, Any]
 Evaluations = tuple[tuple[str, str], ...]
 """(split, protocol) pairs."""
 
-PREFIX = "base-"
 BY_HAND = "by-hand"
 """Experiment and scale of an evaluation by hand."""
 NAME = (str,)
@@ -57,7 +48,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "wall_seconds": NUMBER,  # of training
 }
 OPTIONAL: dict[str, tuple[type, ...]] = {
-    "kernels": (dict,),  # available ones, and in "served" attention -> forms; old runs lack both
+    "kernels": (dict,),  # available ones, and in "served" attention -> kernels; old runs lack both
     "peak_memory_mb": NUMBER,
     "million_parameters": NUMBER,  # of the model, learned or not, without buffers
     "tokens_per_second": NUMBER,  # of training, unless it diverged before its first logged update
@@ -72,8 +63,6 @@ ROUNDING = {"rel_tol": 1e-4, "abs_tol": 0.005}
 """Rounding of a loss with 4 and a perplexity with 2 decimals."""
 
 
-USAGE = "usage.json"
-"""File in a run folder: the commits of all parts of a training, and the checksums of its data."""
 COUNTS = ("examples", "sentences", "tokens")  # metrics that count what was evaluated
 
 
@@ -97,17 +86,22 @@ def write_run(path: Path | str, run: Run) -> None:
     """Write ``run`` atomically. Raises: ValueError if it is invalid; OSError naming ``path``."""
     validate(run)
     try:
-        write_json(Path(path), _packed(run, Path(path)), sort_keys=True)
+        write_json(Path(path), _stored(run, Path(path)), sort_keys=True)
     except OSError as error:
         message = f"cannot write this result: {error.strerror}"
         raise OSError(error.errno, message, str(path)) from error
+
+
+def _stored(run: Run, path: Path) -> Run:
+    """Return the content of the file ``path``. An evaluation by hand has no base beside it."""
+    return run if run["experiment"] == BY_HAND else bases.packed(run, path)
 
 
 def read_run(path: Path | str) -> Run:
     """Read a run file. Raises: ValueError, which names the file, if it is invalid."""
     try:
         run = json.loads(Path(path).read_text(encoding="utf-8"))
-        run = _unpacked(run, Path(path)) if isinstance(run, dict) else run
+        run = bases.unpacked(run, Path(path)) if isinstance(run, dict) else run
         validate(run)
     except ValueError as error:
         raise ValueError(f"{path} is not a run file: {error}") from error
@@ -121,49 +115,13 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     """
     runs = {}
     for path in sorted(Path(root).rglob("*.json")):
-        if path.name.startswith((".", PREFIX)):
+        if path.name.startswith((".", bases.PREFIX)):
             continue
         name = path.relative_to(root).as_posix()
         runs[name] = read_run(path)
         if runs[name]["experiment"] != name.split("/")[0]:
             raise ValueError(f"{name} says that its experiment is {runs[name]['experiment']!r}")
     return runs
-
-
-def environment(logs: Iterable[Path] = ()) -> Run:
-    """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process.
-
-    logs: of its children. ``kernels`` says which forms computed their attention, and its own.
-    """
-    from torch import cuda  # slow to import
-
-    from lrpe_fairseq.kernels import loader
-
-    served: dict[str, list[str]] = {}
-    for found in (loader.SERVED, *map(fairseq_log.served, logs)):
-        for what, forms in found.items():
-            served[what] = sorted({*served.get(what, ()), *forms})
-
-    packages = {"torch": "torch", "numpy": "numpy", "fairseq": "fairseq-fixed"}
-    versions = {name: _version(distribution) for name, distribution in packages.items()}
-    gpus = [cuda.get_device_name(index) for index in range(cuda.device_count())]
-    return {
-        "commit": commit(),
-        "versions": {"python": platform.python_version(), **versions},
-        "hardware": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
-        "kernels": {**loader.kernels_in_use(), "served": served},
-    }
-
-
-def plain(value: Any) -> Any:
-    """Return a canonical value: 1, 1.0 and "1" are equal, and so are True and "true"."""
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    text = str(value).strip().lower()
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _is(value: Any, *types: type) -> bool:
@@ -189,10 +147,10 @@ def _check_metrics(metrics: Run, protocols: Run) -> None:
             )
         if not _is(protocols.get(path[1]), str):
             raise ValueError(f"the run's field 'protocol' does not describe '{path[1]}'")
-    for split, own in metrics.items():
-        for protocol, found in own.items():
-            _check_perplexity(f"{split}.{protocol}.ppl", found.get("loss"), found.get("ppl"))
-        _check_tokens(split, own)
+    for split, by_protocol in metrics.items():
+        for protocol, numbers in by_protocol.items():
+            _check_perplexity(f"{split}.{protocol}.ppl", numbers.get("loss"), numbers.get("ppl"))
+        _check_tokens(split, by_protocol)
 
 
 def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None:
@@ -202,13 +160,13 @@ def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None
 
 def _check_tokens(split: str, protocols: Run) -> None:
     """Check that protocols count equal tokens: the whole split, the paired, or the repeated."""
-    counts = {name: found["tokens"] for name, found in protocols.items() if "tokens" in found}
+    counts = {name: numbers["tokens"] for name, numbers in protocols.items() if "tokens" in numbers}
     kinds: dict[str, set[int]] = {}
     for name, count in counts.items():
         kind = name.split("-")[0]
         part = PAIRED if kind == TRUNCATED else kind if kind in (PAIRED, REPEATED) else "all"
         kinds.setdefault(part, set()).add(count)
-    if any(len(found) > 1 for found in kinds.values()):
+    if any(len(different) > 1 for different in kinds.values()):
         raise ValueError(f"the run's metric {split} counts different tokens: {counts}")
 
 
@@ -220,111 +178,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield from _leaves(inner, (*path, str(key)))
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _cpu_model() -> str:
-    told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    found = re.search(r"^model name\s*:(.*)", told, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
-# --- the bases of configurations -----------------------------------------------------------------
-
-
-def bases_in(folder: Path) -> list[Path]:
-    """Return the bases of the run files of a folder."""
-    return sorted(folder.glob(f"{PREFIX}*.json"))
-
-
-def _home(run_file: Path, scale: str) -> Path:
-    """Return the path of the base of a run file."""
-    return run_file.parent / f"{PREFIX}{scale}.json"
-
-
-def _digest(config: Run) -> str:
-    """Return the hash of a whole configuration."""
-    return hashlib.sha256(_text(config).encode()).hexdigest()[:16]
-
-
-def _packed(run: Run, target: Path) -> Run:
-    """Return ``run`` with the differences of its configuration; the first run writes the base."""
-    if run["experiment"] == BY_HAND:
-        return run
-    config, base = run["config"], _base_for(_home(target, run["scale"]), run["config"])
-    known = {key: _text(value) for key, value in base.items()}
-    own = {key: value for key, value in config.items() if known.get(key) != _text(value)}
-    lacks = sorted(base.keys() - config.keys())
-    without = {"without": lacks} if lacks else {}
-    return {**run, "config": own, **without, "config_hash": _digest(config)}
-
-
-def _unpacked(run: Run, source: Path) -> Run:
-    """Return a run with its whole configuration. Raises: ValueError without base and equal hash."""
-    if "config_hash" not in run:
-        return run
-    path = _home(source, str(run.get("scale")))
-    if not path.exists():
-        raise ValueError(f"its base {path.name} is missing: restore it from the repository")
-    lacks, known = set(run.pop("without", ())), run.pop("config_hash")
-    base = _read(path, path.stat().st_mtime_ns)
-    whole = {key: value for key, value in base.items() if key not in lacks} | run["config"]
-    if _digest(whole) != known:
-        raise ValueError(f"its config_hash does not agree with its config and {path.name}")
-    return {**run, "config": whole}
-
-
-def _base_for(path: Path, config: Run) -> Run:
-    """Return the base at ``path``; if there is none, ``config`` becomes it."""
-    if not path.exists():
-        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        write_json(part, config, sort_keys=True)
-        try:
-            with contextlib.suppress(FileExistsError):  # another runner was first
-                os.link(part, path)
-        finally:
-            part.unlink()
-    return read_json(path)
-
-
-@lru_cache(maxsize=256)
-def _read(path: Path, changed: int) -> Run:
-    """Return the base at ``path``; ``changed`` is its time of modification."""
-    return read_json(path)
-
-
-def _text(value: Any) -> str:
-    """Return the JSON text of a value, in which 1, 1.0 and True differ."""
-    return json.dumps(value, sort_keys=True)
-
-
 # --- what a run file says of its training --------------------------------------------------------
-
-
-def usage(folder: Path) -> Run:
-    """Return ``commits`` and ``data`` (checksums) of a run folder; older versions stored less."""
-    return read_json(folder / USAGE)
-
-
-def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
-    """Store the commit and the data checksums of a part that starts."""
-    known = usage(folder) if resumed else {}
-    commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
-    write_json(folder / USAGE, {**known, "commits": commits, "data": data})
-
-
-def provenance(folder: Path) -> Run:
-    """Return fields of a run file: ``commit`` of the first part, ``commits`` if several.
-
-    Empty if an older version started the training, whose commit is then unknown.
-    """
-    commits = usage(folder).get("commits", [])
-    first = {"commit": commits[0]} if commits else {}
-    return first | ({"commits": commits} if len(commits) > 1 else {})
 
 
 def settings_of(config: Run) -> Run:
@@ -346,10 +200,10 @@ def diverged(update: int, evaluations: Evaluations) -> Run:
     metrics: Run = {}
     for split, protocol in evaluations:
         metrics.setdefault(split, {})[protocol] = {DIVERGED: 1}
-    said = f"The training ended after update {update:,}: gradients were not finite."
+    sentence = f"The training ended after update {update:,}: gradients were not finite."
     return {
         "metrics": metrics,
-        "protocol": dict.fromkeys([protocol for _, protocol in evaluations], said),
+        "protocol": dict.fromkeys([protocol for _, protocol in evaluations], sentence),
         "diverged_at": update,
     }
 

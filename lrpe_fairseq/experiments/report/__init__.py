@@ -21,5 +21,5 @@ def render(table: str, new: Iterable[Path] = ()) -> int:
         print(f"no pages: {error.name} is not installed (pip install -e '.[experiments]')")
         return 0
     home = ROOT / "results" / "runs"
-    own = {path.relative_to(home).as_posix() for path in new if path.is_relative_to(home)}
-    return docs.main_of_table(table, own)
+    names = {path.relative_to(home).as_posix() for path in new if path.is_relative_to(home)}
+    return docs.main_of_table(table, names)

@@ -12,9 +12,11 @@ from typing import Any
 import yaml
 
 from lrpe_fairseq.experiments.records.files import read_json
-from lrpe_fairseq.experiments.records.layout import ANY, Table
-from lrpe_fairseq.experiments.report import frame, markdown, orders, plots, speed
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Wanted
+from lrpe_fairseq.experiments.records.tables import ANY, Table
+from lrpe_fairseq.experiments.report import evidence, markdown, orders, plots, speed
+from lrpe_fairseq.experiments.report.columns import ColumnView
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from lrpe_fairseq.experiments.report.sheets import Wanted
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
 LENGTHS = {"extrapolation": (128, 256, 512, 1024, 2048), "books": (512, 1024, 2048, 4096, 8192)}
@@ -29,9 +31,9 @@ CURVES = {
                 "FoX, open", "Type2, gated, open", "stick-breaking"],
 }  # fmt: skip
 GROUPS = {
-    "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "budget", "books",
-                        "tmlr-table2", "tmlr-table5", "table5", "hybrid-lm",
-                        "packed", "context-scaling", "parts", "dependent"],
+    "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "angles", "contrast",
+                        "budget", "medium", "books", "tmlr-table2", "tmlr-table5", "table5",
+                        "hybrid-lm", "packed", "context-scaling", "parts", "dependent"],
     "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
                                         "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
@@ -42,24 +44,25 @@ GROUPS = {
 
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the two pages."""
-    results = frame.results(root)
+    results = results_of(root)
     answers = {PAGE: choosing(results)} if _is_measured(results) else {}
     return {**answers, INDEX: index(results)}
 
 
 def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
     """Return path -> function that draws the picture, of all or of those with wanted groups."""
-    results, folder = frame.results(root), "results/figures/"
+    results = results_of(root)
+    folder = "results/figures/"
     if not _is_measured(results):
         return {}
-    found = {}
+    drawn = {}
     if any(map(wanted, results.sheets_of(CATALOGUE))):
-        found[f"{folder}choosing-speed.png"] = partial(draw_speed, results=results)
+        drawn[f"{folder}choosing-speed.png"] = partial(draw_speed, results=results)
     for table in LENGTHS:
         if any(map(wanted, results.sheets_of(table))):
             draw = partial(draw_lengths, results=results, table=table)
-            found[f"{folder}{table}-lengths.png"] = draw
-    return found
+            drawn[f"{folder}{table}-lengths.png"] = draw
+    return drawn
 
 
 def _is_measured(results: Results) -> bool:
@@ -70,13 +73,20 @@ def _is_measured(results: Results) -> bool:
 def choosing(results: Results) -> str:
     """Return docs/choosing.md."""
     config = next(iter(results.sheets_of("extrapolation")[0].runs.values()))["config"]
-    found = statements(results)
-    return markdown.rendered("choosing.md.j2", **_values(results), statements=found, config=config)
+    return markdown.rendered(
+        "choosing.md.j2",
+        **_values(results),
+        statements=statements(results),
+        config=config,
+        lrpe_against_rope=evidence.lrpe_against_rope(results),
+        ladders=evidence.ladder(results),
+        agreement=evidence.agreement(results),
+    )
 
 
 def answer(root: Path) -> str:
     """Return README's five sentences, each with its command."""
-    results = frame.results(root)
+    results = results_of(root)
     return markdown.rendered("answer.md.j2", **_values(results)) if _is_measured(results) else ""
 
 
@@ -85,11 +95,22 @@ def _values(results: Results) -> dict[str, Callable]:
     return {
         "expect": expect,
         "column": results.column,
+        "has": partial(has, results),
+        "of_ngrams": evidence.of_ngrams,
+        "unbeaten": evidence.unbeaten,
+        "best_of": evidence.best_of,
+        "most_gained": partial(evidence.most_gained, results),
         "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),
         "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),
         "speed": partial(speed.speed, results.root, "cuda"),
         "cpu_speed": partial(speed.speed, results.root, "cpu"),
     }
+
+
+def has(results: Results, table: str, key: str, scale: str, rows: list[str]) -> bool:
+    """True if a column of a table has values of these rows at a scale."""
+    sheets = (sheet for sheet in results.sheets_of(table) if sheet.scale == scale)
+    return any(set(rows) <= set(results.view(sheet, key).ranked()) for sheet in sheets)
 
 
 def expect(supported: bool) -> str:
@@ -107,27 +128,37 @@ def expect(supported: bool) -> str:
 def statements(results: Results) -> list[dict[str, str]]:
     """Return every statement of results/paper/statements.yaml with our verdict."""
     path = results.root / "results" / "paper" / "statements.yaml"
-    return [_stated(results, given) for given in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    return [
+        _stated(results, statement)
+        for statement in yaml.safe_load(path.read_text(encoding="utf-8"))
+    ]
 
 
-def _stated(results: Results, given: Mapping[str, Any]) -> dict[str, str]:
-    view = results.column(given["table"], given["column"], given["scale"])
-    rows = [given["first"], *given["others"]]
+def _stated(results: Results, statement: Mapping[str, Any]) -> dict[str, str]:
+    view = results.column(statement["table"], statement["column"], statement["scale"])
+    rows = [statement["first"], *statement["others"]]
     printed = [f"{view.paper[row]:.2f}" for row in rows if row in view.paper]
     return {
-        **given,
+        **statement,
         "paper": ", ".join(printed) if len(printed) == len(rows) else "",
         "ours": ", ".join(view.short(row) if row in view.rows else "not run" for row in rows),
-        "verdict": verdict(view, given["first"], given["others"]),
+        "verdict": verdict(view, statement["first"], statement["others"]),
     }
 
 
+HOLDS, CONTRADICTED, OPEN = "holds", "not reproduced at this scale", "unresolved"
+"""Verdicts on statements of papers."""
+
+
 def verdict(view: ColumnView, first: str, others: list[str]) -> str:
-    """Return holds (better than all), contradicted (worse than one) or open."""
+    """Return whether ``first`` is better than all ``others``, as a paper says.
+
+    It holds if it is better than every one. It is not reproduced if it is worse than one, or equal.
+    """
     marks = {view.mark(first, other) for other in others}
     if marks == {orders.BETTER}:
-        return "holds"
-    return "contradicted" if orders.WORSE in marks else "open"
+        return HOLDS
+    return CONTRADICTED if marks & {orders.WORSE, orders.EQUAL} else OPEN
 
 
 # --- the index -----------------------------------------------------------------------------------
@@ -139,18 +170,18 @@ def index(results: Results) -> str:
     known = {name for names in GROUPS.values() for name in names}
     others = [t.name for t in results.tables.values() if t.name not in known and not t.page]
     groups = {
-        title: [(table, _first(results, table)) for table in own]
+        title: [(table, _first(results, table)) for table in listed]
         for title, names in {**GROUPS, "Others": others}.items()
-        if (own := [results.tables[name] for name in names if results.sheets_of(name)])
+        if (listed := [results.tables[name] for name in names if results.sheets_of(name)])
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
     path = results.root / "results" / "false-orders.json"
-    values["false_orders"] = read_json(path)["false_orders"] if path.exists() else None
+    values["false_orders"] = read_json(path) or None
     return markdown.rendered("results.md.j2", **values)
 
 
 def _first(results: Results, table: Table) -> str:
-    """Return the best rows of a table's first headline columns."""
+    """Return the unbeaten rows of a table's first headline columns."""
     if table.compare == "columns":
         return "–"
     sheet = results.sheets_of(table.name)[0]
@@ -166,11 +197,10 @@ def _first(results: Results, table: Table) -> str:
 def _best(view: ColumnView) -> str:
     if not view.ranked():
         return "not finite"
-    if view.is_open:
+    if view.is_open or view.kind == "plain":
         return f"{view.named(view.ranked()[0])} ?"
-    best = view.first()
-    tied = view.tied_with(best)
-    return view.named(best) + (f" ≈ {len(tied)} more" if tied else " ✓")
+    best, *others = view.unbeaten
+    return view.named(best) + (f" and {len(others)} more" if others else "")
 
 
 def _not_run(results: Results) -> str:
@@ -192,11 +222,13 @@ def _not_run(results: Results) -> str:
 
 def draw_lengths(path: Path, results: Results, table: str) -> None:
     """Draw perplexity of the same tokens by context, a panel per attention type."""
-    panels, lengths = [], LENGTHS[table]
+    panels = []
+    lengths = LENGTHS[table]
     for attention, rows in CURVES.items():
         views = [(n, results.column(table, f"{attention}-paired-{n}")) for n in lengths]
         names = views[0][1].names
-        curves = {names[row]: found for row in rows if (found := _curve(views, row))}
+        curves = {names[row]: curve for row in rows if (curve := _curve(views, row))}
+        curves |= _of_ngrams(views)
         y = "test perplexity, lower is better"
         panels.append(plots.Panel(f"{attention} attention", "context, tokens", curves, y))
     plots.lines(path, panels, mark=lengths[0], most=HIGHEST)
@@ -209,6 +241,17 @@ def _curve(views: list[tuple[int, ColumnView]], row: str) -> list[plots.Point]:
         for tokens, view in views
         if row in view.rows and row not in view.broken
     ]
+
+
+def _of_ngrams(views: list[tuple[int, ColumnView]]) -> dict[str, list[plots.Point]]:
+    """Return the curves of n-grams, alone and with a cache of the context."""
+    known = [(tokens, view.yardstick) for tokens, view in views if view.yardstick]
+    names = {"ppl": plots.NGRAMS, "cache-ppl": plots.CACHED}
+    return {
+        name: [plots.point(tokens, [yardstick[metric]]) for tokens, yardstick in known]
+        for metric, name in names.items()
+        if known
+    }
 
 
 def draw_speed(path: Path, results: Results) -> None:

@@ -15,7 +15,7 @@ from lrpe_fairseq.experiments.records.console import command, refused_without
 from lrpe_fairseq.experiments.records.files import ROOT
 
 try:
-    from lrpe_fairseq.experiments.report import choosing, frame, gallery, pages, speed
+    from lrpe_fairseq.experiments.report import choosing, data, gallery, pages, sheets, speed
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
@@ -28,9 +28,11 @@ PARTS: dict[str, ModuleType] = {
     "choosing": choosing,
     "marked": gallery,
     "speed": speed,
+    "data": data,
 }
 GENERATED = (
-    "results/*.md", "results/*.csv", "results/bench/*.csv", "results/figures/*.png", "docs/*.png",
+    "results/*.md", "results/*.csv", "results/*.csv.gz", "results/bench/*.csv",
+    "results/figures/*.png", "docs/*.png",
 )  # fmt: skip
 """Patterns of files that are never written by hand."""
 
@@ -50,9 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     parts = options.parts or list(PARTS)
     if not options.check:
         return write(options.root, parts, lambda: pictures(options.root, parts))
-    if found := stale(options.root, parts):
-        print(f"docs: stale: {', '.join(found)}; run 'make docs'", file=sys.stderr)
-    return 1 if found else 0
+    if names := stale(options.root, parts):
+        print(f"docs: stale: {', '.join(names)}; run 'make docs'", file=sys.stderr)
+    return 1 if names else 0
 
 
 def render(root: Path, parts: Iterable[str]) -> dict[str, str]:
@@ -71,7 +73,7 @@ def pictures_of(root: Path, table: str, new: Collection[str]) -> dict[str, Draw]
     new: run files, by their paths relative to results/runs.
     """
 
-    def wanted(sheet: frame.Sheet) -> bool:
+    def wanted(sheet: sheets.Sheet) -> bool:
         return sheet.table.name == table or not sheet.runs.keys().isdisjoint(new)
 
     return {**pages.pictures(root, wanted), **choosing.pictures(root, wanted)}
@@ -86,9 +88,10 @@ def main_of_table(table: str, new: Collection[str] = (), root: Path = ROOT) -> i
 def write(root: Path, parts: Iterable[str], drawn: Callable[[], dict[str, Draw]]) -> int:
     """Write the pages of ``parts`` and the pictures that ``drawn`` returns; return 0."""
     print("docs: reading the runs", flush=True)
-    texts, drawings = render(root, parts), drawn()  # before anything is written
+    texts = render(root, parts)
+    drawings = drawn()  # before anything is written
     for path, text in texts.items():
-        (root / path).write_text(text, encoding="utf-8")
+        _write(root / path, text)
     for count, (path, draw) in enumerate(drawings.items(), 1):
         print(f"docs: {len(texts)} pages; picture {count} of {len(drawings)}: {path}", flush=True)
         draw(root / path)
@@ -97,19 +100,31 @@ def write(root: Path, parts: Iterable[str], drawn: Callable[[], dict[str, Draw]]
 
 def stale(root: Path, parts: Iterable[str]) -> list[str]:
     """Return stale pages and missing pictures; for all parts, also files that no part makes."""
-    texts, drawings = render(root, parts), pictures(root, parts)
-    found = [path for path, text in texts.items() if _read(root / path) != text]
-    found += [f"{path} (missing)" for path in drawings if not (root / path).exists()]
+    texts = render(root, parts)
+    drawings = pictures(root, parts)
+    names = [path for path, text in texts.items() if _read(root / path) != text]
+    names += [f"{path} (missing)" for path in drawings if not (root / path).exists()]
     if set(parts) < set(PARTS):
-        return found
+        return names
     there = [p.relative_to(root).as_posix() for g in GENERATED for p in sorted(root.glob(g))]
-    return found + [
+    return names + [
         f"{p} (not generated: delete it)" for p in there if p not in {*texts, *drawings}
     ]
 
 
+def _write(path: Path, text: str) -> None:
+    if path.suffix == ".gz":
+        path.write_bytes(data.compress(text))
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
 def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    if not path.exists():
+        return None
+    if path.suffix == ".gz":
+        return data.decompress(path.read_bytes())
+    return path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, frame, markdown, plots
+from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots
 from lrpe_fairseq.experiments.report.pages import verdict
+from lrpe_fairseq.experiments.report.results import results_of
 
 VERSIONS = "results/versions"
 SHEET = "docs/encodings.png"
@@ -73,11 +74,11 @@ def pages(root: Path) -> dict[str, str]:
         },
         "docs/installing.md": {"versions": versions_table(root)},
     }
-    found = {path: (root / path).read_text(encoding="utf-8") for path in marked}
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in marked}
     for path, parts in marked.items():
         for name, content in parts.items():
-            found[path] = markdown.between(found[path], name, content)
-    return found
+            texts[path] = markdown.between(texts[path], name, content)
+    return texts
 
 
 def pictures(root: Path) -> dict[str, Callable[[Path], None]]:
@@ -99,7 +100,8 @@ def encodings_table() -> str:
     rows = []
     for name in ENCODINGS:
         encoding = built(name)
-        linear, both = encoding.serves_linear, not encoding.causal_only
+        linear = encoding.serves_linear
+        both = not encoding.causal_only
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
         link = f"[`{name}`](#{FAMILY if _is_lrpe(name) else name})"
         row = [link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
@@ -115,11 +117,11 @@ def encodings_table() -> str:
 def options_table() -> str:
     """Return one row per option of an encoding, from the classes of ENCODINGS."""
     rows = []
-    for own in options_of_encodings().values():
-        choices = own.metadata["choices"]
-        flag = "--" + own.name.replace("_", "-")
+    for option in options_of_encodings().values():
+        choices = option.metadata["choices"]
+        flag = "--" + option.name.replace("_", "-")
         flag += f" {{{','.join(choices)}}}" if choices else ""
-        rows.append([f"`{flag}`", own.default, own.metadata["help"]])
+        rows.append([f"`{flag}`", option.default, option.metadata["help"]])
     return markdown.table(["option of an encoding", "default", "description"], rows)
 
 
@@ -131,15 +133,15 @@ def entries() -> str:
 
     Trap: in a block between $$ GitHub applies Markdown first, which turns "\\," into a comma.
     """
-    found: dict[str, dict[str, Encoding]] = {mechanism: {} for mechanism in MECHANISMS}
+    by_mechanism: dict[str, dict[str, Encoding]] = {mechanism: {} for mechanism in MECHANISMS}
     for title, name in ({name: name for name in ENCODINGS} | WRAPPED).items():
         encoding = built("lrpe-type2" if _is_lrpe(name) else name)
         mechanism = encoding.card.mechanism if encoding.card else "none"
-        found[mechanism][FAMILY if _is_lrpe(name) else title] = encoding
+        by_mechanism[mechanism][FAMILY if _is_lrpe(name) else title] = encoding
     spec = built("lrpe-type2").spec
     return markdown.rendered(
         "gallery.md.j2",
-        mechanisms={MECHANISMS[key]: own for key, own in found.items() if own},
+        mechanisms={MECHANISMS[key]: members for key, members in by_mechanism.items() if members},
         position=_position,
         grid=_types(),
         parts={name: kind(spec).latex for name, kind in {**PROJECTIONS, **CORES}.items()},
@@ -167,17 +169,19 @@ def _position(encoding: Encoding) -> str:
     """Say on what the score depends, from the capability fields."""
     promised = encoding.properties
     if promised.contextual:
-        said = "counted in context, from the tokens in between"
+        sentence = "counted in context, from the tokens in between"
     else:
-        own = promised.relative_by
-        said = f"{own} only" if own else POSITION[promised.relative]
+        distance = promised.relative_by
+        sentence = f"{distance} only" if distance else POSITION[promised.relative]
     if promised.relative_up_to is not None:
-        said += f", up to position {promised.relative_up_to:,}"
+        sentence += f", up to position {promised.relative_up_to:,}"
     if encoding.reads_grid:
         on_grid = built(encoding.name, grid_width=8).properties
         more = "" if on_grid.relative == "exact" else "more than "
-        said += f"; on a grid (`--grid-width`) {more}the differences of rows and columns"
-    return said + ("; for models without absolute positions" if encoding.without_absolute else "")
+        sentence += f"; on a grid (`--grid-width`) {more}the differences of rows and columns"
+    if encoding.without_absolute:
+        sentence += "; for models without absolute positions"
+    return sentence
 
 
 # --- the contact sheet ----------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def _position(encoding: Encoding) -> str:
 
 def contact_sheet(path: Path) -> None:
     """Draw the weights of every method's causal softmax attention before training, as a PNG."""
-    shown = [name for name in ENCODINGS if frame.public_name(name) == name]
+    shown = [name for name in ENCODINGS if methods.public_name(name) == name]
     columns = 8
     rows = math.ceil(len(shown) / columns)
     figure = plots.blank(1.25 * columns, 1.42 * rows)
@@ -211,11 +215,14 @@ def weights(name: str) -> Tensor:
     encoding = build_encoding(name, head_dim=width, num_heads=heads, causal=True).eval()
     x = torch.randn(CONTENTS, 1, heads * width).expand(-1, TOKENS, -1)
     q = k = 1.5 * x.unflatten(-1, (heads, width)).transpose(1, 2)
-    tokens, gates = tokens_of(x), encoding.log_gates(x)
+    tokens = tokens_of(x)
+    gates = encoding.log_gates(x)
     if gates is not None:
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
-    given = tokens.positions, tokens.padding, tokens.starts, {}
-    tokens = tokens._replace(transport=encoding.transport(x, *given)[0])
+    transport, _ = encoding.transport(
+        x, tokens.positions, tokens.padding, tokens.starts, history={}
+    )
+    tokens = tokens._replace(transport=transport)
     if encoding.decomposable:
         q, k = encoding(q, k, tokens.positions, tokens.positions)
     return encoded_weights(encoding, q, k, tokens, tokens, causal=True)[:, 1].mean(0)
@@ -227,15 +234,18 @@ def weights(name: str) -> Tensor:
 def departures_table() -> str:
     """Return a table with one row per departure that ``--fidelity`` accepts."""
     head = ("name", "the paper says", "the authors' code did", "ours does")
-    rows = [(f"`{name}`", own.paper, own.code, own.ours) for name, own in DEPARTURES.items()]
+    rows = [
+        (f"`{name}`", departure.paper, departure.code, departure.ours)
+        for name, departure in DEPARTURES.items()
+    ]
     return markdown.table(head, rows)
 
 
 def departures_measured(root: Path) -> str:
     """Return the finding of the table ``fidelity`` at every scale with runs."""
-    results = frame.results(root)
-    found = [verdict(s.table, results.headlines(s)) for s in results.sheets_of("fidelity")]
-    return "\n".join(found) or "Not measured."
+    results = results_of(root)
+    sentences = [verdict(s.table, results.headlines(s)) for s in results.sheets_of("fidelity")]
+    return "\n".join(sentences) or "Not measured."
 
 
 def versions_table(root: Path) -> str:

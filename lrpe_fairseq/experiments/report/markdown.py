@@ -36,7 +36,7 @@ def between(text: str, name: str, content: str) -> str:
     pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"the markers <!-- {name} --> ... <!-- /{name} --> are missing")
-    return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+    return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
 def fixed(value: float, decimals: int) -> str:

@@ -11,41 +11,58 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from scipy import stats
 
-from lrpe_fairseq.experiments.records.files import read_json
-from lrpe_fairseq.experiments.records.layout import ANY, Table
-from lrpe_fairseq.experiments.report import frame, markdown, plots, speed
-from lrpe_fairseq.experiments.report.frame import ColumnView, Results, Sheet, Wanted
+from lrpe_fairseq.experiments.records.tables import ANY, Table
+from lrpe_fairseq.experiments.report import (
+    columns,
+    markdown,
+    orders,
+    plots,
+    selection,
+    speed,
+    yardsticks,
+)
+from lrpe_fairseq.experiments.report.columns import ColumnView
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 
 FOLDER = "results"
 FEWEST = 4
-"""Smallest number of rows of a rank correlation, and of a picture against the paper."""
+"""Smallest number of rows of a picture."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 """Columns of the frame that name a cell."""
+VERDICT = ["verdict", "difference", "low", "high"]
+"""Columns of a CSV file on a cell against the baseline, in %, points or BLEU."""
 
 
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of every page and CSV file of the tables with runs."""
-    results, found = frame.results(root), {}
+    results = results_of(root)
+    texts = {}
     by_page: dict[str, list[Table]] = {}
     for table in (t for t in results.tables.values() if results.sheets_of(t.name)):
+        selection.require(results, table)
         by_page.setdefault(table.page or table.name, []).append(table)
-        found[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
+        texts[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
     for name, tables in by_page.items():
-        found[f"{FOLDER}/{name}.md"] = markdown.rendered(
+        views = [
+            view for t in tables for s in results.sheets_of(t.name) for view in results.headlines(s)
+        ]
+        main = results.tables.get(name)
+        texts[f"{FOLDER}/{name}.md"] = markdown.rendered(
             "table.md.j2",
-            title=tables[0].title if len(tables) == 1 else name.capitalize(),
+            title=main.title if main else name.capitalize(),
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
-            counts=functools.partial(read_json, root / FOLDER / "ngrams.json"),
+            signs=any(table.compare == "rows" for table in tables),
+            ngrams=any(view.yardstick for view in views),
         )
-    return found
+    return texts
 
 
 def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Callable[[Path], None]]:
     """Return path -> function that draws the picture of every group, or of the wanted ones."""
-    results = frame.results(root)
+    results = results_of(root)
     every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
     return {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
@@ -87,44 +104,57 @@ def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
 
 def verdict(table: Table, views: Iterable[ColumnView]) -> str:
     """Return what the headline columns say, a sentence or two each."""
+    views = list(views)
     rows = table.compare == "rows"
     several = (view for view in views if len(view.ranked()) != 1)  # the table says one
     lines = [_rows(table, view) for view in several] if rows else _changes(views)
-    return "\n".join(f"- {line}" for line in lines if line)
+    return "\n".join(f"- {line}" for line in [*lines, *_of_ngrams(views)] if line)
 
 
 def _rows(table: Table, view: ColumnView) -> str:
     ranked = view.ranked()
     if not ranked:
         return f"{_place(view)}: no evaluation was finite."
+    if view.kind == "plain":
+        return ""
     if view.is_open:
         span = f"{view.named(ranked[0])} to {view.named(ranked[-1])}"
-        return f"{_place(view)}, {_seeds(view)}: no order ({span}).{rank_correlation(view)}"
-    best, base = view.first(), table.baseline
-    text = f"{_place(view)}, {_seeds(view)}: {view.named(best)} is best{_ties(view, best)}."
-    stable = [row for row in ranked if row not in view.unstable]
-    if base in stable and best != base:
-        better, others = len(view.better_than(base)), len(stable) - 1
-        text += f" Better than the baseline {view.named(base)}: {better} of {others}."
-    return text + _not_ordered(view) + rank_correlation(view)
+        return f"{_place(view)}, {_seeds(view)}: no verdicts ({span}).{rank_correlation(view)}"
+    names = _some([view.named(row) for row in view.unbeaten])
+    text = f"{_place(view)}, {_seeds(view)}: no row is better than {names}."
+    return text + _against_baseline(view, table.baseline) + rank_correlation(view)
 
 
 def _seeds(view: ColumnView) -> str:
-    return f"{view.seeds} seed{'s' if view.seeds != 1 else ''}"
+    """Return the number of seeds; its span if rows differ."""
+    counts = {len(view.cells[row]) for row in view.ranked()}
+    low, high = min(counts), max(counts)
+    span = str(low) if low == high else f"{low} to {high}"
+    return f"{span} seed{'s' if high != 1 else ''}"
 
 
-def _ties(view: ColumnView, best: str) -> str:
-    if tied := view.tied_with(best):
-        return f", tied with {_some([view.named(row) for row in tied])}"
-    return ", better than all others" + (" that are ordered" if view.unstable else "")
+def _against_baseline(view: ColumnView, base: str) -> str:
+    """Count the verdicts against the baseline; say what the unresolved ones could have shown."""
+    if base not in view.ranked() or len(view.ranked()) < 2:
+        return ""
+    verdicts = view.against(base)
+    counts = [f"{len(rows)} {name}" for name, rows in verdicts.items() if rows]
+    unresolved = (view.verdict(row, base) for row in verdicts[orders.UNRESOLVED])
+    visible = [
+        verdict.visible
+        for verdict in unresolved
+        if verdict.known and verdict.visible < columns.WIDE
+    ]
+    text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
+    which = "one" if len(verdicts[orders.UNRESOLVED]) == 1 else "ones"
+    return text + (f" {_unresolved(visible, view, which)}" if visible else "")
 
 
-def _not_ordered(view: ColumnView) -> str:
-    """Name the rows that the rule of orders leaves out; empty if there are none."""
-    rows = [row for row in view.ranked() if row in view.unstable]
-    base, whose = view.table.baseline, "its" if len(rows) == 1 else "their"
-    names = [f"the baseline {view.named(row)}" if row == base else view.named(row) for row in rows]
-    return f" Not ordered, because {whose} seeds vary too much: {_some(names)}." if rows else ""
+def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:
+    unit = orders.UNITS[view.kind].name
+    low, high = (columns.size(value, view.kind) for value in (min(visible), max(visible)))
+    span = low if low == high else f"{low} to {high}"
+    return f"For the unresolved {which}, {span}{' ' * bool(unit)}{unit} would have shown."
 
 
 def _some(names: list[str], most: int = 3) -> str:
@@ -135,14 +165,49 @@ def _some(names: list[str], most: int = 3) -> str:
 
 def rank_correlation(view: ColumnView) -> str:
     """Return Spearman's correlation with the published column in words; empty with few rows."""
+    if not view.column.comparable:
+        return ""
     rows = [row for row in view.ranked() if row in view.paper]
-    if len(rows) < FEWEST or not view.column.comparable:
+    correlation = orders.correlation([view.mean(r) for r in rows], [view.paper[r] for r in rows])
+    if correlation is None:
         return ""
-    ours, theirs = [view.mean(row) for row in rows], [view.paper[row] for row in rows]
-    if len(set(ours)) == 1 or len(set(theirs)) == 1:
-        return ""
-    value = stats.spearmanr(ours, theirs).statistic
-    return f" Rank correlation with the paper: {value:.2f} over {len(rows)} rows."
+    return (
+        f" Rank correlation with the paper: {correlation.value:.2f} "
+        f"[{correlation.low:.2f}, {correlation.high:.2f}] over {correlation.rows} rows."
+    )
+
+
+def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
+    """Say which columns have no row that is better than n-grams of as many tokens.
+
+    Models that are better in another column, such as at the training length, have learned more
+    than n-grams and fail in this one; nothing is said about why.
+    """
+    known = [view for view in views if view.yardstick and view.ranked()]
+    learned = {_models(view) for view in known if view.beats_ngrams}
+    groups: dict[tuple[float, bool], list[ColumnView]] = {}
+    for view in known:
+        if not view.beats_ngrams:
+            key = view.yardstick["ppl"], _models(view) in learned
+            groups.setdefault(key, []).append(view)
+    lines = []
+    for (value, fails), members in groups.items():
+        where = "" if len(members) == len(known) else f" in {_columns(members, known)}"
+        order = members[0].yardstick["order"]
+        ngrams = f"{order}-grams of as many training tokens ({value:.2f})"
+        what_orders_are = "its order is one" if len(members) == 1 else "the orders are orders"
+        rest = "." if fails else f": {what_orders_are} of learning n-grams."
+        lines.append(f"**N-grams.** No row{where} is better than {ngrams}{rest}")
+    return lines
+
+
+def _models(view: ColumnView) -> tuple[str, tuple[str, ...]]:
+    """Return what the models of a column have in common: attention and training."""
+    return view.column.attention, view.key.training
+
+
+def _columns(some: list[ColumnView], every: list[ColumnView]) -> str:
+    return markdown.listed([f"`{_heading(view, every)}`" for view in some])
 
 
 def _changes(views: Iterable[ColumnView]) -> list[str]:
@@ -155,8 +220,8 @@ def _changes(views: Iterable[ColumnView]) -> list[str]:
     for first, *others in groups.values():
         if len(first.rows) == 1:  # the table says it
             continue
-        found = [text for view in others if (text := _change(first, view))]
-        lines += [f"{_place(first, 'relative to ')}: {'; '.join(found)}."] if found else []
+        changes = [text for view in others if (text := _change(first, view))]
+        lines += [f"{_place(first, 'relative to ')}: {'; '.join(changes)}."] if changes else []
     return lines
 
 
@@ -169,7 +234,8 @@ def _change(first: ColumnView, view: ColumnView) -> str:
 
 
 def _place(view: ColumnView, before: str = "") -> str:
-    kind, title = view.column.attention, before + view.column.title
+    kind = view.column.attention
+    title = before + view.column.title
     return title.capitalize() if kind == ANY else f"{kind.capitalize()} attention, {title}"
 
 
@@ -177,16 +243,37 @@ def _place(view: ColumnView, before: str = "") -> str:
 
 
 def grid(table: Table, views: list[ColumnView]) -> str:
-    """Return the headline columns as a Markdown table: ours, its sign, and the paper's number."""
+    """Return the headline columns as a Markdown table: ours, its sign, and the paper's number.
+
+    The last two lines are n-grams, where some column has them.
+    """
     names = views[0].names if views else {}
     rows = [row for row in names if any(row in (*view.rows, *view.broken) for view in views)]
-    columns = [["method", *(f"`{names[row]}`" for row in rows)]]
+    beside = _ngram_names(views)
+    columns = [["method", *(f"`{names[row]}`" for row in rows), *beside.values()]]
     for view in views:
-        columns.append([_heading(view, views), *(_ours(table, view, row) for row in rows)])
+        ours = [_ours(table, view, row) for row in rows]
+        ngrams = [_of_yardstick(view, metric) for metric in beside]
+        columns.append([_heading(view, views), *ours, *ngrams])
         if view.paper and view.column.comparable:
-            columns.append(["paper", *(_theirs(view, row) for row in rows)])
+            theirs = [_theirs(view, row) for row in rows]
+            columns.append(["paper", *theirs, *("" for _ in beside)])
     head, *lines = zip(*columns, strict=True)
     return markdown.table(head, lines, numbers=True) if lines else ""
+
+
+def _ngram_names(views: Iterable[ColumnView]) -> dict[str, str]:
+    """Return metric -> name of the lines of n-grams; empty without them."""
+    orders_ = sorted({view.yardstick["order"] for view in views if view.yardstick})
+    if not orders_:
+        return {}
+    order = " or ".join(map(str, orders_))
+    return {"ppl": yardsticks.NAME.format(order=order), "cache-ppl": yardsticks.CACHED}
+
+
+def _of_yardstick(view: ColumnView, metric: str) -> str:
+    value = view.yardstick.get(metric)
+    return "" if value is None else markdown.fixed(value, view.column.decimals)
 
 
 def _heading(view: ColumnView, views: list[ColumnView]) -> str:
@@ -211,11 +298,35 @@ def _theirs(view: ColumnView, row: str) -> str:
 
 def csv_of(results: Results, table: Table) -> str:
     """Return every number of a table: one line per scale, data set, row and column."""
-    own = results.frame[results.frame.table == table.name].groupby(CELL, sort=False)
-    value, paper = own["value"], own["paper"].first()
+    cells = results.values[results.values.table == table.name].groupby(CELL, sort=False)
+    value = cells["value"]
+    paper = cells["paper"].first()
     lines = {"mean": value.mean(), "deviation": value.std(), "seeds": value.size(), "paper": paper}
     every = pd.DataFrame(lines).reset_index()
+    every = every.join(_verdicts(results, table, every))
     return every.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+
+
+def _verdicts(results: Results, table: Table, cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the verdict on every cell against the baseline, and the interval of its difference."""
+    lines = []
+    for cell in cells.itertuples():
+        [view] = (
+            results.view(sheet, cell.column)
+            for sheet in results.sheets
+            if (sheet.table.name, sheet.scale, sheet.dataset)
+            == (table.name, cell.scale, cell.dataset)
+        )
+        base = table.baseline
+        if cell.row == base or base not in view.rows or view.kind == "plain":
+            lines.append(("", None, None, None))
+            continue
+        verdict = view.verdict(cell.row, base)
+        if verdict.known:
+            lines.append((verdict.name, verdict.size, verdict.low, verdict.high))
+        else:
+            lines.append((verdict.name, None, None, None))
+    return pd.DataFrame(lines, columns=VERDICT)
 
 
 # --- the picture ---------------------------------------------------------------------------------
@@ -251,11 +362,19 @@ def _draw(path: Path, views: list[ColumnView]) -> None:
 
 def _panel(view: ColumnView) -> plots.Panel:
     rows = {view.names[row]: list(view.cells[row].values()) for row in view.ranked()}
-    return plots.Panel(_place(view), plots.axis(view), rows, kind=view.kind)
+    return plots.Panel(_place(view), plots.axis(view), rows, kind=view.kind, marks=_marks(view))
+
+
+def _marks(view: ColumnView) -> dict[str, float]:
+    """Return the lines of n-grams in the picture of a column."""
+    if not view.yardstick:
+        return {}
+    return {plots.NGRAMS: view.yardstick["ppl"], plots.CACHED: view.yardstick["cache-ppl"]}
 
 
 def _panel_against_paper(view: ColumnView) -> plots.Panel:
     ranked = [row for row in view.ranked() if row in view.paper]
     rows = {view.names[row]: (view.paper[row], view.mean(row)) for row in ranked}
     x = f"paper, {view.column.better} is better"
-    return plots.Panel(_place(view), x, rows, f"ours: {plots.axis(view)}", view.kind)
+    y = f"ours: {plots.axis(view)}"
+    return plots.Panel(_place(view), x, rows, y, view.kind, _marks(view))

@@ -8,11 +8,12 @@ import logging
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.report.frame import ColumnView, public_name
+from lrpe_fairseq.experiments.report.columns import ColumnView
+from lrpe_fairseq.experiments.report.methods import public_name, unwrapped
 
 LOOKS = {
     "o": "none rope lrpe-type2 permuteformer alibi fox stick-breaking t5 kerple-log lrpe-type4",
@@ -36,6 +37,13 @@ PLACES = {
 SPARE = [(f"C{color}", marker) for marker in "PX<>ph*d" for color in range(COLORS)]
 DASHES = {"layernorm": "--", "content": ":", "none": "-.", "no positions": "--"}
 """Line of a variant of a method."""
+NGRAMS, CACHED = "n-grams", "n-grams and cache"
+"""Names of the yardsticks in a picture."""
+GREY = {
+    NGRAMS: {"color": "grey", "marker": "", "linestyle": "--"},
+    CACHED: {"color": "grey", "marker": "", "linestyle": ":"},
+}
+"""Styles of the yardsticks: no method is grey."""
 LONG = 2.0
 """A panel of perplexities whose largest is this many times the smallest is logarithmic."""
 TICKS = {
@@ -51,13 +59,18 @@ Point = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. rows: method -> what is drawn. kind: of the values (``ColumnView``)."""
+    """One pair of axes.
+
+    rows: method -> what is drawn. kind: of the values (``ColumnView``). marks: name -> value of a
+    line over the whole panel.
+    """
 
     title: str
     x: str
     rows: Mapping[str, Any]
     y: str = ""
     kind: str = ""
+    marks: Mapping[str, float] = field(default_factory=dict)
 
 
 def blank(width: float, height: float) -> Any:
@@ -83,21 +96,28 @@ def styles(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
 
     Different encodings have another color or marker. One has the same in every picture; if two that
     are not in LOOKS meet at one place of SPARE, the second takes the next place. Hollow: gates,
-    half: path and selective.
+    half: path and selective. The yardsticks have the styles of GREY.
     """
-    every = dict.fromkeys(methods)
+    shown = dict.fromkeys(methods)
+    encodings = {method: _base(method) for method in shown if method not in GREY}
     places = dict(PLACES)
-    for name in sorted({_base(method) for method in every} - PLACES.keys()):
+    for name in sorted(set(encodings.values()) - PLACES.keys()):
         first = zlib.crc32(name.encode()) % len(SPARE)
-        free = (own for own in (*SPARE[first:], *SPARE[:first]) if own not in places.values())
+        # The same place in every picture, unless another method of this one has it.
+        in_turn = (*SPARE[first:], *SPARE[:first])
+        free = (place for place in in_turn if place not in places.values())
         places[name] = next(free, SPARE[first])
-    return {method: _style(method, *places[_base(method)]) for method in every}
+    of_encodings = {}
+    for method, name in encodings.items():
+        color, marker = places[name]
+        of_encodings[method] = _style(method, color, marker)
+    return {method: of_encodings.get(method) or dict(GREY[method]) for method in shown}
 
 
 def _base(method: str) -> str:
-    """Return the name of a method's encoding, without its gates and path."""
-    encoding = _parts(method)[0].removeprefix("gated:").removeprefix("path:")
-    return public_name(encoding.removeprefix("selective:"))
+    """Return the name of a method's encoding, without its wrappers."""
+    _, inner = unwrapped(_parts(method)[0])
+    return public_name(inner)
 
 
 def _parts(method: str) -> list[str]:
@@ -107,11 +127,16 @@ def _parts(method: str) -> list[str]:
 
 def _style(method: str, color: str, marker: str) -> dict[str, Any]:
     encoding, *variant = _parts(method)
-    dash = next((DASHES[word] for word in variant if word in DASHES), "-")
-    hollow = {"markerfacecolor": "white"} if encoding.startswith("gated:") else {}
-    hollow |= {"fillstyle": "left"} if "path:" in encoding else {}
-    hollow |= {"fillstyle": "bottom"} if "selective:" in encoding else {}
-    return {"color": color, "marker": marker, "linestyle": dash, **hollow}
+    style: dict[str, Any] = {"color": color, "marker": marker}
+    style["linestyle"] = next((DASHES[word] for word in variant if word in DASHES), "-")
+    wrappers, _ = unwrapped(encoding)
+    if "gated" in wrappers:
+        style["markerfacecolor"] = "white"
+    if "path" in wrappers:
+        style["fillstyle"] = "left"
+    if "selective" in wrappers:
+        style["fillstyle"] = "bottom"
+    return style
 
 
 def _styles_of(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
@@ -142,14 +167,16 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
     shown = _styles_of(panels)
     for axes, panel, names in zip(every, panels, labels, strict=True):
         points = [point(0, values) for values in panel.rows.values()]
-        for place, (method, found) in enumerate(zip(panel.rows, points, strict=True)):
-            _, mean, low, high = found
+        for place, (method, (_, mean, low, high)) in enumerate(
+            zip(panel.rows, points, strict=True)
+        ):
             spread = [[mean - low], [high - mean]]
             axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **shown[method])
         axes.set_yticks(range(len(points)), names, fontsize=8)
         axes.set_ylim(len(points) - 0.5, -0.5)
-        _scale(axes, [mean for _, mean, *_ in points], panel.kind, "x")
-        if not panel.kind and points[0][1] > 10_000:
+        _mark(axes, panel.marks, "x")
+        _scale(axes, [*(mean for _, mean, *_ in points), *panel.marks.values()], panel.kind, "x")
+        if panel.kind == "plain" and points[0][1] > 10_000:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M")
     save(figure, path)
 
@@ -162,7 +189,9 @@ def points(path: Path, panels: Sequence[Panel]) -> None:
         for method, (x, y) in panel.rows.items():
             axes.plot([x], [y], markersize=6, **shown[method])
         for which, values in zip("xy", zip(*panel.rows.values(), strict=True), strict=True):
-            _scale(axes, values, panel.kind, which)
+            marks = panel.marks.values() if which == "y" else ()
+            _scale(axes, [*values, *marks], panel.kind, which)
+        _mark(axes, panel.marks, "y")
         _labels(axes, panel.rows)
     save(figure, path)
 
@@ -220,10 +249,25 @@ def _logarithmic(axes: Any, which: str, values: Sequence[float]) -> None:
 
     ratio = max(values) / min(values)
     axes.set(**{f"{which}scale": "log"})
-    own = getattr(axes, f"{which}axis")
-    own.set_major_locator(LogLocator(subs=next(t for most, t in TICKS.items() if ratio < most)))
-    own.set_minor_locator(NullLocator())
-    own.set_major_formatter("{x:g}")
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=next(t for most, t in TICKS.items() if ratio < most)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def _mark(axes: Any, marks: Mapping[str, float], which: str) -> None:
+    """Draw a labeled line at every value of ``marks``, across the axis ``which``."""
+    for name, value in marks.items():
+        line = {"color": "grey", "linewidth": 0.8, "linestyle": GREY[name]["linestyle"]}
+        line["zorder"] = 0
+        (axes.axvline if which == "x" else axes.axhline)(value, **line)
+        text = {"fontsize": 7, "color": "grey", "clip_on": True}
+        if which == "x":
+            across = axes.get_xaxis_transform()
+            axes.text(value, 0.01, f" {name}", transform=across, rotation=90, va="bottom", **text)
+        else:
+            across = axes.get_yaxis_transform()
+            axes.text(0.005, value, name, transform=across, va="bottom", **text)
 
 
 def _labels(axes: Any, rows: Mapping[str, tuple[float, float]]) -> None:
@@ -235,6 +279,6 @@ def _labels(axes: Any, rows: Mapping[str, tuple[float, float]]) -> None:
     axes.margins(0.08)
     texts = [axes.text(x, y, word, fontsize=8) for word, (x, y) in rows.items()]
     arrows = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5}
-    markers = list(axes.lines)
+    markers = [line for line in axes.lines if line.get_marker() != "None"]
     shape = {"expand": (1.1, 1.3), "arrowprops": arrows}
     adjust_text(texts, ax=axes, objects=markers, iter_lim=300, **shape)  # no limit of time

@@ -11,7 +11,8 @@ import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import frame, markdown, plots
+from lrpe_fairseq.experiments.report import markdown, methods, plots
+from lrpe_fairseq.experiments.report.published import read_paper
 
 PAGE = "docs/speed.md"
 RESULTS = "results/bench"
@@ -26,8 +27,8 @@ def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the page and of the CSV files."""
     parts = sorted({path.stem for path in (root / RESULTS).glob("*/*.json")})
     variants = [row["encoding"] for row in measured("table9", "cpu", root)]
-    names = [name for name in ENCODINGS if frame.public_name(name) == name]
-    cells = frame.read_paper(root / "results" / "paper" / "tmlr-table6.csv")
+    names = [name for name in ENCODINGS if methods.public_name(name) == name]
+    cells = read_paper(root / "results" / "paper" / "tmlr-table6.csv")
     text = markdown.rendered(
         "speed.md.j2",
         **{f.__name__: functools.partial(f, root) for f in HELPERS},
@@ -65,37 +66,37 @@ def measured(part: str, device: str, root: Path = ROOT) -> list[Row]:
 def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
     """Return ``key`` of the row whose entries equal ``where``; None if it was not measured."""
     rows = measured(part, device, root)
-    found = (row.get(key) for row in rows if all(row.get(k) == v for k, v in where.items()))
-    return next(found, None)
+    values = (row.get(key) for row in rows if all(row.get(k) == v for k, v in where.items()))
+    return next(values, None)
 
 
 def csv_of(root: Path, part: str) -> str:
     """Return every row of a part, with its device, torch, dtype and commit."""
     lines = []
     for device in DEVICES:
-        found = run_file(part, device, root)
+        file = run_file(part, device, root)
         for row in measured(part, device, root):
-            stated = {"device": device, "torch": found["versions"]["torch"]}
-            lines.append({**stated, "dtype": found["dtype"], "commit": found["commit"], **row})
+            stated = {"device": device, "torch": file["versions"]["torch"]}
+            lines.append({**stated, "dtype": file["dtype"], "commit": file["commit"], **row})
     return pd.DataFrame(lines).to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
 
 def _flat(row: Row) -> Iterable[tuple[str, Any]]:
     """Yield the entries of a row; quartiles become two."""
-    for key, found in row.items():
-        if isinstance(found, list):
-            yield from zip((f"{key}_lower", f"{key}_upper"), found, strict=True)
+    for key, entry in row.items():
+        if isinstance(entry, list):
+            yield from zip((f"{key}_lower", f"{key}_upper"), entry, strict=True)
         else:
-            yield key, found
+            yield key, entry
 
 
 def machines(root: Path, device: str) -> str:
     """Return the processors, torch and number types that the parts of a device were measured on."""
     files = [run_file(path.stem, device, root) for path in (root / RESULTS / device).glob("*.json")]
-    cores = {str(found["hardware"]["cores"]) for found in files}
-    torch = {f"torch {found['versions']['torch']}" for found in files}
-    names = {markdown.processors(found["hardware"]) for found in files}
-    kinds = {found["dtype"] for found in files}
+    cores = {str(file["hardware"]["cores"]) for file in files}
+    torch = {f"torch {file['versions']['torch']}" for file in files}
+    names = {markdown.processors(file["hardware"]) for file in files}
+    kinds = {file["dtype"] for file in files}
     parts = (names, {f"{markdown.listed(sorted(cores))} cores"}, torch, kinds)
     return ", ".join(markdown.listed(sorted(part)) for part in parts if part)
 
@@ -115,10 +116,10 @@ def crossover(root: Path, device: str, part: str = "lengths") -> int | None:
 
 def published(root: Path) -> dict[str, list[str]]:
     """Return method -> its cells of ICLR Table 9, of linear and softmax attention."""
-    found: dict[str, list[str]] = {}
-    for row in frame.read_paper(root / "results" / "paper" / "iclr-table9.csv"):
-        found.setdefault(row["method"], []).append(row["printed"].replace("-", "–"))
-    return found
+    cells: dict[str, list[str]] = {}
+    for row in read_paper(root / "results" / "paper" / "iclr-table9.csv"):
+        cells.setdefault(row["method"], []).append(row["printed"].replace("-", "–"))
+    return cells
 
 
 def speed(root: Path, device: str, attention: str, encoding: str) -> str:
@@ -127,10 +128,10 @@ def speed(root: Path, device: str, attention: str, encoding: str) -> str:
     Figures of a GPU that are not from the part ``steps`` are older and have a star.
     """
     where = {"attention": attention, "encoding": encoding}
-    found = value(root, "steps", device, "relative_speed", **where, length=512)
-    star = "*" * (found is None and device == "cuda")
-    found = value(root, "table9", device, "relative_speed", **where) if found is None else found
-    return "–" if found is None else f"{found:.2f}{star}"
+    ratio = value(root, "steps", device, "relative_speed", **where, length=512)
+    star = "*" * (ratio is None and device == "cuda")
+    ratio = value(root, "table9", device, "relative_speed", **where) if ratio is None else ratio
+    return "–" if ratio is None else f"{ratio:.2f}{star}"
 
 
 def trained(root: Path, attention: str, encoding: str, length: int) -> str:
@@ -143,10 +144,10 @@ def trained(root: Path, attention: str, encoding: str, length: int) -> str:
         return "–"
     rows = [r for r in measured("steps", "cuda", root) if r.get("relative_speed")]
     rows = [r for r in rows if (r["attention"], r["length"]) == (attention, length)]
-    own = [row["relative_speed"] for row in rows if row["encoding"] == encoding]
-    if own:
+    ratios = [row["relative_speed"] for row in rows if row["encoding"] == encoding]
+    if ratios:
         base = statistics.median(row["tokens_per_second"] / row["relative_speed"] for row in rows)
-        return f"{base * own[0] / 1e3:,.0f}&nbsp;({own[0]:.2f})"
+        return f"{base * ratios[0] / 1e3:,.0f}&nbsp;({ratios[0]:.2f})"
     older = speed(root, "cuda", attention, encoding) if length == 512 else "–"
     return MISSING if older == "–" else older
 
@@ -159,8 +160,8 @@ def draw(path: Path, rows: list[Row]) -> None:
     figure = plots.blank(9, 3.6)
     for axes, (key, (title, unit)) in zip(figure.subplots(1, 2), AXES.items(), strict=True):
         for name in dict.fromkeys(row["contestant"] for row in rows):
-            own = [(row["length"], row[key] * unit) for row in rows if row["contestant"] == name]
-            axes.plot(*zip(*own, strict=True), marker=".", label=FORMS.get(name, name))
+            points = [(row["length"], row[key] * unit) for row in rows if row["contestant"] == name]
+            axes.plot(*zip(*points, strict=True), marker=".", label=FORMS.get(name, name))
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", xlabel="T, tokens", ylabel=title)
         axes.xaxis.set_major_formatter("{x:g}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.files import atomic_write
-from lrpe_fairseq.experiments.records.runs import USAGE
+from lrpe_fairseq.experiments.records.provenance import USAGE
 
 SCHEDULE = "lrpe_trapezoid"
 LENGTH = frozenset({"optimization.max_update", "lr_scheduler.max_update"})
@@ -46,7 +46,8 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
     source: ``<run>/checkpoints/checkpoint_*_<updates>.pt``. It is the last checkpoint and the best
     one so far.
     """
-    home, target = source.parent.parent, folder / "checkpoints"
+    home = source.parent.parent
+    target = folder / "checkpoints"
     target.mkdir(parents=True, exist_ok=True)
     for name in (USAGE, f"checkpoints/{checkpoints.DICTIONARIES}"):
         shutil.copyfile(home / name, folder / name)
@@ -60,23 +61,23 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
 
 def candidates(folder: Path) -> dict[Path, int]:
     """Return the periodic checkpoints of the other runs beside ``folder``, most updates first."""
-    found = {
+    updates_of = {
         path: updates
         for other in sorted(folder.parent.glob("*/checkpoints"))
         if other.parent != folder
         for updates, path in checkpoints.periodic(other).items()
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return dict(sorted(updates_of.items(), key=lambda item: -item[1]))
 
 
 def _until(log: str, updates: int) -> list[str]:
     """Return the lines of a training log before the first one of a later update."""
     lines = log.splitlines(keepends=True)
     for number, line in enumerate(lines):
-        found = fairseq_log.statistics_of(line)
-        if found is None:
+        entry = fairseq_log.statistics_of(line)
+        if entry is None:
             continue
-        values = found[1]
+        values = entry[1]
         if int(values.get("num_updates", values.get("valid_num_updates", 0))) > updates:
             return lines[:number]
     return lines

@@ -50,10 +50,10 @@ class Devices:
         torch keeps large tensors in huge pages, if Linux permits it: every update allocates the
         logits anew; on a virtual machine their page faults are a large part of a small training.
         """
-        found = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         for name, value in {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}.items():
-            found[name] = os.environ.get(name, value)
-        return found | self.visible
+            variables[name] = os.environ.get(name, value)
+        return variables | self.visible
 
     @property
     def visible(self) -> dict[str, str]:
@@ -113,13 +113,13 @@ def hydra_override(key: str, value: str) -> str:
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
     """Parse ``section.key=value`` words. Raises: ValueError for any other word."""
-    found = {}
+    values = {}
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals or "." not in key:
             raise ValueError(f"an override is section.key=value, not {word!r}")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def divided(settings: Any, processes: int) -> dict[str, str]:
@@ -129,8 +129,8 @@ def divided(settings: Any, processes: int) -> dict[str, str]:
 
     Raises: ValueError if the processes cannot have equal parts.
     """
-    if found := division(settings, processes):
-        return found
+    if sizes := division(settings, processes):
+        return sizes
     raise ValueError(
         f"{processes} processes cannot have equal parts of {described(settings)}: use another "
         "number of GPUs, or another batch"
@@ -145,7 +145,8 @@ def described(settings: Any) -> str:
 
 def division(settings: Any, processes: int) -> dict[str, str]:
     """Return what :func:`divided` does; empty if the processes cannot have equal parts."""
-    frequency, limits = _frequency(settings), _limits(settings)
+    frequency = _frequency(settings)
+    limits = _limits(settings)
     with_batch_norm = settings.model.get("norm") == "batch"
     fewest = frequency if with_batch_norm else math.ceil(frequency / processes)
     for each in range(fewest, frequency + 1):
@@ -159,7 +160,8 @@ def division(settings: Any, processes: int) -> dict[str, str]:
 
 def _is_equal(settings: Any, key: str, size: int, batches: int) -> bool:
     """True if ``batches`` batches of ``size`` have the samples of the configuration's update."""
-    whole, frequency = _limits(settings)[key], _frequency(settings)
+    whole = _limits(settings)[key]
+    frequency = _frequency(settings)
     if size == whole or size * batches != whole * frequency:
         return size == whole
     task = settings.task

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.errors import did_you_mean
 from lrpe_fairseq.experiments.records import checkpoints, keys
-from lrpe_fairseq.experiments.records.runs import plain
+from lrpe_fairseq.experiments.records.keys import plain
 
 Config = dict[str, dict[str, Any]]
 Names = tuple[tuple[str, str | None], ...]
@@ -39,8 +39,8 @@ def resolved(settings: Any) -> Config:
     OmegaConf does the same ten times slower; fairseq's interpolations are whole values.
     """
     chosen = OmegaConf.to_container(settings)
-    own = {part: chosen[part] for part in checkpoints.SECTIONS if chosen.get(part)}
-    merged = _merged(_defaults(_names(settings)), own)
+    stated = {part: chosen[part] for part in checkpoints.SECTIONS if chosen.get(part)}
+    merged = _merged(_defaults(_names(settings)), stated)
     return _resolved(merged, merged)
 
 
@@ -85,7 +85,8 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     canonical names. An option that did not exist when the training ran counts as its default. What
     nothing reads is not compared.
     """
-    wanted, usual = options(resolved(settings)), _usual(_names(settings))
+    wanted = options(resolved(settings))
+    usual = _usual(_names(settings))
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}
@@ -107,9 +108,9 @@ def _differences_of_batches(wanted: Mapping[str, Any], had: Mapping[str, Any]) -
     batch_norm = wanted.get("model.norm") == "batch"
     if per_update and not (batch_norm and keys.steps(wanted) != keys.steps(had)):
         return set()
-    found = {name for name in keys.LIMITS if plain(wanted[name]) != plain(had[name])}
+    limits = {name for name in keys.LIMITS if plain(wanted[name]) != plain(had[name])}
     together = keys.batches(wanted) != keys.batches(had)
-    return found | ({keys.FREQUENCY} if together or not found else set())
+    return limits | ({keys.FREQUENCY} if together or not limits else set())
 
 
 def _names(settings: Any) -> Names:

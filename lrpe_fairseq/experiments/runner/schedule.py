@@ -36,7 +36,8 @@ class Events:
 
     def __init__(self, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._log, self._guard = log, threading.Lock()
+        self._log = log
+        self._guard = threading.Lock()
         self.terminal = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
@@ -77,15 +78,19 @@ class Schedule:
     ) -> None:
         self._runs = [run for run in runs if not run.finished()]
         self._skipped = len(runs) - len(self._runs)
-        self._devices, self._events, self._finished = devices, events, finished
+        self._devices = devices
+        self._events = events
+        self._finished = finished
         self._children = children or Children()
-        self._end, self._limited = time.monotonic() + seconds, seconds < math.inf
+        self._end = time.monotonic() + seconds
+        self._limited = seconds < math.inf
         self._longest = 0.0  # seconds of a finished run
         self._waiting = collections.deque(self._runs)
         self._running: dict[str, TrainingRun] = {}
         self._attempts: collections.Counter[str] = collections.Counter()
         self._busy: set[str] = set()
-        self._done, self._failed = 0, 0
+        self._done = 0
+        self._failed = 0
         self._elsewhere = 0  # finished by other processes in the meantime
         self._guard = threading.Lock()
 

@@ -65,8 +65,8 @@ def evaluate(
     """
     scorer = _Scorer(model, text, eos, trained, starts)
     order = sorted(names, key=lambda name: Protocol.parse(name).is_paired)
-    found = {name: scorer.metrics(Protocol.parse(name)) for name in order}
-    return {name: found[name] for name in names}
+    metrics = {name: scorer.metrics(Protocol.parse(name)) for name in order}
+    return {name: metrics[name] for name in names}
 
 
 class _Scorer:
@@ -75,7 +75,10 @@ class _Scorer:
     def __init__(
         self, model: nn.Module, text: Tensor, eos: int, trained: int, starts: Sequence[int]
     ) -> None:
-        self.model, self.text, self.trained, self.starts = model, text, trained, starts
+        self.model = model
+        self.text = text
+        self.trained = trained
+        self.starts = starts
         self.before = torch.cat([text.new_tensor([eos]), text[:-1]])
         self._known: Losses = {}
         self._limited: Losses = {}  # with attention to the last T tokens
@@ -92,19 +95,19 @@ class _Scorer:
         bits = self._bits_of(protocol, windows)
         if len(bits) != protocol.count(len(self.text), self.trained):
             raise ValueError(f"{len(bits)} tokens of {len(self.text)} were scored")
-        found = {**scored(_finite_mean(bits)), "tokens": len(bits)}
-        if "loss" not in found:
-            return found
+        measured = {**scored(_finite_mean(bits)), "tokens": len(bits)}
+        if "loss" not in measured:
+            return measured
         if protocol.is_paired and protocol.length > self.trained:
             baseline = Protocol(PAIRED, self.trained).windows(len(self.text), self.trained)
-            found |= differences(bits - self.losses(list(baseline)), len(windows))
+            measured |= differences(bits - self.losses(list(baseline)), len(windows))
         if protocol.kind == POSITIONS:
-            found |= by_position(bits, protocol.length) | counted
+            measured |= by_position(bits, protocol.length) | counted
             state = (module.state_size(protocol.length) for module in _attentions(self.model))
-            found["state"] = sum(state)
+            measured["state"] = sum(state)
         if protocol.kind == DOCUMENTS:
-            found |= by_document(bits, self.starts)
-        return found
+            measured |= by_document(bits, self.starts)
+        return measured
 
     def _gain(self, windows: Sequence[Window]) -> Metrics:
         """Return ``gain`` of repeated spans in nats, its interval, and tokens, or ``diverged``."""
@@ -112,8 +115,8 @@ class _Scorer:
         repeated = torch.cat(self._compute(windows, repeated=True))
         if not (plain - repeated).isfinite().all():
             return {**scored(math.inf), "tokens": len(plain)}
-        found = differences(plain - repeated, len(windows))
-        named = {name.replace("delta", "gain"): value for name, value in found.items()}
+        measured = differences(plain - repeated, len(windows))
+        named = {name.replace("delta", "gain"): value for name, value in measured.items()}
         return {**named, "tokens": len(plain)}
 
     def _bits_of(self, protocol: Protocol, windows: Sequence[Window]) -> Tensor:
@@ -141,12 +144,14 @@ class _Scorer:
     @torch.no_grad()
     def _compute(self, windows: Sequence[Window], repeated: bool = False) -> list[Tensor]:
         """Return the losses of the scored tokens of each window; see :meth:`_losses_of`."""
-        found, tokens = [], TOKENS[next(self.model.parameters()).device.type]
+        losses = []
+        tokens = TOKENS[next(self.model.parameters()).device.type]
         for length, group in itertools.groupby(windows, lambda w: w.end - w.start):
-            equal, step = list(group), max(1, tokens // length)
+            equal = list(group)
+            step = max(1, tokens // length)
             for first in range(0, len(equal), step):
-                found += self._losses_of(equal[first : first + step], repeated)
-        return found
+                losses += self._losses_of(equal[first : first + step], repeated)
+        return losses
 
     def _losses_of(self, batch: Sequence[Window], repeated: bool) -> list[Tensor]:
         """Return the losses of each of ``batch``, windows of one length.
@@ -167,12 +172,13 @@ class _Scorer:
 
 def _bits(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
     """Return -log2 p of the targets (N,) from the features (N, C) of the last layer, on the CPU."""
-    found, step = [], max(1, LOGITS // len(model.decoder.dictionary))
+    parts = []
+    step = max(1, LOGITS // len(model.decoder.dictionary))
     for x, y in zip(features.split(step), targets.split(step), strict=True):
         out = model.decoder.output_layer(x[None])
         log_probs = model.get_normalized_probs((out,), log_probs=True, sample={"target": y[None]})
-        found.append(-log_probs[0].gather(1, y[:, None]).squeeze(1).double().cpu() / math.log(2))
-    return torch.cat(found)
+        parts.append(-log_probs[0].gather(1, y[:, None]).squeeze(1).double().cpu() / math.log(2))
+    return torch.cat(parts)
 
 
 def _finite_mean(bits: Tensor) -> float:
@@ -208,11 +214,11 @@ def by_position(bits: Tensor, length: int) -> Metrics:
     bins = _bins(len(bits), length)
     sums = torch.zeros(len(bounds(length))).double().index_add_(0, bins, bits)
     counts = bins.bincount(minlength=len(sums))
-    found: Metrics = {}
+    measured: Metrics = {}
     for bound, total, count in zip(bounds(length), sums.tolist(), counts.tolist(), strict=True):
         if count:
-            found |= {f"loss-{bound}": total / count, f"tokens-{bound}": count}
-    return found
+            measured |= {f"loss-{bound}": total / count, f"tokens-{bound}": count}
+    return measured
 
 
 def _bins(tokens: int, length: int) -> Tensor:
@@ -242,10 +248,12 @@ def clamped(model: nn.Module, length: int) -> Iterator[Metrics]:
 
     def count(module: MultiheadAttention, inputs: tuple, keywords: dict) -> None:
         query = keywords["query"] if "query" in keywords else inputs[0]
-        found = module.denominators(query.transpose(0, 1)).cpu()  # B H L
-        bins, own = _bins(found.shape[-1], length), (found <= EPS).sum((0, 1)).double()
-        under.index_add_(0, bins, own)
-        every.index_add_(0, bins, torch.full_like(own, found.shape[0] * found.shape[1]))
+        denominators = module.denominators(query.transpose(0, 1)).cpu()  # B H L
+        bins = _bins(denominators.shape[-1], length)
+        counts = (denominators <= EPS).sum((0, 1)).double()
+        rows = denominators.shape[0] * denominators.shape[1]
+        under.index_add_(0, bins, counts)
+        every.index_add_(0, bins, torch.full_like(counts, rows))
 
     layers = [module for module in _attentions(model) if module.has_denominators]
     hooks = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers]

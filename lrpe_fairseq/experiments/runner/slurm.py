@@ -77,10 +77,10 @@ class Site:
 
     def options(self) -> list[str]:
         """Return the options of sbatch for one run."""
-        found = self.named(*ACCOUNTING, "time", "nodes", "cpus_per_task", "mem")
+        words = self.named(*ACCOUNTING, "time", "nodes", "cpus_per_task", "mem")
         if self.gpus_per_node:
-            found.append(f"--gpus-per-node={self.gpus_per_node}")
-        return [*found, "--ntasks-per-node=1", *self.sbatch]
+            words.append(f"--gpus-per-node={self.gpus_per_node}")
+        return [*words, "--ntasks-per-node=1", *self.sbatch]
 
 
 def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
@@ -177,8 +177,8 @@ def _sbatch(options: Sequence[str]) -> str:
     done = subprocess.run(["sbatch", "--parsable", *options], capture_output=True, text=True)
     job = done.stdout.strip().partition(";")[0]
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it printed no reason"]
-        raise ValueError(f"sbatch failed with status {done.returncode}: {said[-1]}")
+        reason = done.stderr.strip().splitlines() or ["it printed no reason"]
+        raise ValueError(f"sbatch failed with status {done.returncode}: {reason[-1]}")
     if not job.isdigit():
         raise ValueError(f"sbatch printed no job id, but {done.stdout.strip()!r}")
     return job

@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, runs
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, provenance, runs
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
-from lrpe_fairseq.experiments.records.layout import Table
-from lrpe_fairseq.experiments.records.runs import Evaluations, Run, environment, read_run, write_run
+from lrpe_fairseq.experiments.records.machine import environment
+from lrpe_fairseq.experiments.records.runs import Evaluations, Run, read_run, write_run
+from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import branches, identity, processes
 from lrpe_fairseq.experiments.runner import devices as machine
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
@@ -92,7 +93,8 @@ class TrainingRun(ABC):
         rates: list[Any] = [""]
         if "{lr}" in cls.run_name:
             rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
-        made, pattern = [], cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
+        made = []
+        pattern = cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
         known = {"scale": scale, "cell": cell.name, "dataset": cell.dataset, "seed": seed}
         for lr in (f"{rate:g}" if rate else "" for rate in rates):
             name = pattern.format(**known, data=data.name, lr=lr)
@@ -118,7 +120,7 @@ class TrainingRun(ABC):
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
         """Return the cell's other options that the YAML contradicts, then the cell's changes."""
-        usual = [own for own in cell.options if own not in cell.changed]
+        usual = [pair for pair in cell.options if pair not in cell.changed]
         words, changes = (
             [_override(key, value) for option, value in part for key in cls.keys_of(option)]
             for part in (usual, cell.changed)
@@ -210,8 +212,8 @@ class TrainingRun(ABC):
 
     def _log_format(self) -> dict[str, str]:
         """Return what makes the training log JSON; empty if the YAML does."""
-        given = OmegaConf.select(self.yaml(), LOG_FORMAT)
-        return {} if given == "json" else {LOG_FORMAT: "json"}
+        stated = OmegaConf.select(self.yaml(), LOG_FORMAT)
+        return {} if stated == "json" else {LOG_FORMAT: "json"}
 
     def _path_of_data(self) -> str:
         """Return fairseq's path of the data; while they are not prepared, that of the YAML."""
@@ -314,7 +316,7 @@ class TrainingRun(ABC):
         if seen <= branches.common_updates(config, self.max_update()):
             longer = branches.LENGTH
         changed = sorted(self.differences(config) - longer)
-        changed += [f"data ({part})" for part in self.other_data(runs.usage(self.folder))]
+        changed += [f"data ({part})" for part in self.other_data(provenance.usage(self.folder))]
         if changed:
             checkpoints.remove(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
@@ -366,8 +368,8 @@ class TrainingRun(ABC):
             best, last = map(checkpoints.load_sound, paths)
         except ValueError:
             return False
-        found = checkpoints.updates(best), checkpoints.seconds(last)
-        if found != (known.get("evaluated_update"), known["wall_seconds"]):
+        trained = checkpoints.updates(best), checkpoints.seconds(last)
+        if trained != (known.get("evaluated_update"), known["wall_seconds"]):
             return False  # of another training
         say(f"evaluating {', '.join(map(' '.join, missing))}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
@@ -416,7 +418,7 @@ class TrainingRun(ABC):
             if not seen:
                 self.log.unlink(missing_ok=True)
                 checkpoints.remember_dictionaries(self.checkpoints, self.data)
-            runs.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
+            provenance.begin_part(self.folder, self.data_checksums(), resumed=seen > 0)
         return seen
 
     def from_trunk(self, say: Say) -> int:
@@ -430,7 +432,7 @@ class TrainingRun(ABC):
             config = checkpoints.options(checkpoints.load_sound(path))
             shared = branches.common_updates(config, self.max_update())
             same = self.differences(config) <= branches.LENGTH
-            other_data = self.other_data(runs.usage(path.parent.parent))
+            other_data = self.other_data(provenance.usage(path.parent.parent))
             if updates <= shared and same and not other_data:
                 branches.copy_trunk(path, self.folder, updates)
                 say(f"going on from {relative(path)}: until update {updates} it is this training")
@@ -447,7 +449,7 @@ class TrainingRun(ABC):
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
-        if changed := self.other_data(runs.usage(self.folder)):
+        if changed := self.other_data(provenance.usage(self.folder)):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
@@ -473,7 +475,7 @@ class TrainingRun(ABC):
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
             **environment([self.log, *self.folder.glob("eval*.log")]),
-            **runs.provenance(self.folder),
+            **provenance.provenance(self.folder),
         }
 
     def _speed(self, log: fairseq_log.TrainingLog, last: Run | None) -> float | None:

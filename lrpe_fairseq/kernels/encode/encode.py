@@ -1,10 +1,10 @@
 """The definition of Lambda P phi(x) of the LRPE family in one call.
 
-:class:`Form` selects the variant. :func:`definition` computes it in PyTorch from phases, and
-:func:`both` from angles and positions. The compiled forms are ``encode_cpu`` (C++) and
-``encode_triton``.
+:class:`Transform` says as data what is computed. :func:`definition` computes it in PyTorch from
+phases, and :func:`both` from angles and positions. The kernels are ``encode_cpu`` (C++) and
+``encode_triton``; ``dispatch`` chooses.
 
-Axes: B batch, H heads, T time, D width, E rotated pairs (in a wide form: rotated features).
+Axes: B batch, H heads, T time, D width, E rotated pairs (of a wide variant: rotated features).
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class Angles(NamedTuple):
     grid: int = 0
 
 
-class Form(NamedTuple):
-    """A variant of Lambda P phi.
+class Variant(NamedTuple):
+    """Which of the maps Lambda P phi is computed.
 
     phi: True if 1 + elu is applied first. halves: True if pairs are (j, D/2 + j), as after the
     odd-even permutation, instead of (2j, 2j + 1). wide: True if Lambda is the unitary diagonal of
@@ -47,6 +47,21 @@ class Form(NamedTuple):
     fourier: bool = False
 
 
+class Transform(NamedTuple):
+    """Lambda^(s) P phi of one encoding, as data from which a kernel computes it in one pass."""
+
+    variant: Variant
+    powers: Callable[[Tensor, torch.dtype], Tensor]
+    """(positions, dtype) -> Lambda^(s): phases or indices; see :func:`definition`."""
+    angles: Callable[[torch.device], Angles | Tensor | None] | None = None
+    """device -> that from which a GPU kernel computes Lambda^(s) itself: angles, or the cycles of a
+    permutation (:func:`along_cycles`). None, or a result of None: it reads :attr:`powers`."""
+    normal: Tensor | None = None
+    """The normal (D,) of the reflection P, of any length."""
+    matrix: Callable[[torch.dtype, torch.device], Tensor] | None = None
+    """(dtype, device) -> the Fourier matrix P as [Re, Im], (D, 2D)."""
+
+
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x) = 1 + elu(x) > 0 (Katharopoulos et al., 2020; LRPE, Section 4.1).
 
@@ -56,52 +71,55 @@ def feature_map(x: Tensor) -> Tensor:
     return F.elu(wide).add_(1.0).to(x.dtype)
 
 
-def definition(x: Tensor, p: Tensor | None, at: Tensor, form: Form) -> Tensor:
+def definition(x: Tensor, p: Tensor | None, power: Tensor, variant: Variant) -> Tensor:
     """Compute Lambda P phi(x), (B, H, T, D) or twice as wide, in differentiable operations.
 
     Args:
         x: (B, H, T, D).
         p: the unit vector (D,) of a reflection, the Fourier matrix [Re, Im] (D, 2D), or None.
-        at: exp(i s theta), complex, (T, E) or (B, 1, T, E); the remaining features are unchanged.
-            For a permutation its indices, int64 (B, H, T, D).
+        power: Lambda^(s) as exp(i s theta), complex, (T, E) or (B, 1, T, E); the remaining features
+            are unchanged. For a permutation as its indices, int64 (B, H, T, D).
     """
-    z = feature_map(x) if form.phi else x
-    z = z.unflatten(-1, (2, -1)).mT.flatten(-2) if form.halves else z
-    if form.fourier:
+    z = feature_map(x) if variant.phi else x
+    z = z.unflatten(-1, (2, -1)).mT.flatten(-2) if variant.halves else z
+    if variant.fourier:
         re, im = (z @ p).chunk(2, -1)
-        turned = (re * at.real - im * at.imag, re * at.imag + im * at.real)
+        turned = (re * power.real - im * power.imag, re * power.imag + im * power.real)
         return torch.cat(turned, -1)
     z = z if p is None else z - 2.0 * (z @ p).unsqueeze(-1) * p
-    if form.permutes:
-        return z.gather(-1, at)
-    if form.wide:
-        return torch.cat([z * at.real, z * at.imag], -1)
-    return rotated(z, at)
+    if variant.permutes:
+        return z.gather(-1, power)
+    if variant.wide:
+        return torch.cat([z * power.real, z * power.imag], -1)
+    return rotated(z, power)
 
 
 def both(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
-    by: Angles | Tensor | None,
-    at: tuple[Tensor, Tensor],
-    form: Form,
+    normal: Tensor | None,
+    angles: Angles | Tensor | None,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    variant: Variant,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`definition` of q and k in float32 or wider; the result has their dtype.
 
     Args: see ``encode_triton.encode``.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    unit = None if v is None else unit_vector(v.to(wide))
+    unit = None if normal is None else unit_vector(normal.to(wide))
 
-    def encoded(x: Tensor, s: Tensor) -> Tensor:
-        if form.permutes:
-            s = _order_of(by, s, x)
-        elif by is not None:
-            s = phases_of(by, s, wide)
-        return definition(x.to(wide), unit, s, form).to(x.dtype)
+    def encoded(x: Tensor, positions: Tensor) -> Tensor:
+        if variant.permutes:
+            power = _order_of(angles, positions, x)
+        elif angles is not None:
+            power = phases_of(angles, positions, wide)
+        else:
+            power = positions  # phases are given
+        return definition(x.to(wide), unit, power, variant).to(x.dtype)
 
-    return encoded(q, at[0]), encoded(k, at[1])
+    return encoded(q, q_positions), encoded(k, k_positions)
 
 
 def unit_vector(v: Tensor) -> Tensor:
@@ -127,8 +145,8 @@ def along_cycles(cycles: Tensor, s: Tensor) -> Tensor:
         n steps is members[start[j] + (step[j] + n) mod length[j]].
     """
     start, step, length, members = cycles
-    place = start + (step + s.reshape(s.shape + (1,) * start.dim())) % length
-    return members.expand(place.shape).gather(-1, place)
+    index = start + (step + s.reshape(s.shape + (1,) * start.dim())) % length
+    return members.expand(index.shape).gather(-1, index)
 
 
 def _order_of(cycles: Tensor, positions: Tensor, x: Tensor) -> Tensor:
@@ -140,25 +158,8 @@ def _order_of(cycles: Tensor, positions: Tensor, x: Tensor) -> Tensor:
 
 def _products(s: Tensor, theta: Tensor) -> Tensor:
     """Return s theta, float64 (B, 1 or H, T, E), for s (B, T) and theta (E,) or (H, E)."""
-    by_head = theta.double().reshape(-1, 1, theta.shape[-1])
-    return s[:, None, :, None].double() * by_head
-
-
-def by_head(encode: Callable[[Tensor, Tensor], Tensor], x: Tensor, at: Tensor) -> Tensor:
-    """Return ``encode(x, at)`` for a kernel that takes no phases per head.
-
-    The heads become the batch axis, or part of it.
-
-    Args:
-        encode: a function of x (B, H, T, D) and phases (T, E) or (B, 1, T, E).
-        x: (B, H, T, D). at: phases as above, or per head, (H, T, E) or (B, H, T, E).
-    """
-    if at.dim() == 3:
-        return encode(x.transpose(0, 1), at.unsqueeze(1)).transpose(0, 1)
-    if at.dim() == 2 or at.shape[1] == 1:
-        return encode(x, at)
-    out = encode(x.flatten(0, 1).unsqueeze(1), at.flatten(0, 1).unsqueeze(1))
-    return out.squeeze(1).unflatten(0, x.shape[:2])
+    theta_by_head = theta.double().reshape(-1, 1, theta.shape[-1])
+    return s[:, None, :, None].double() * theta_by_head
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:

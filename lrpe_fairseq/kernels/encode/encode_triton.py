@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
+from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import encode as defined
-from lrpe_fairseq.kernels.encode.encode import Angles, Form
+from lrpe_fairseq.kernels.encode.encode import Angles, Transform, Variant
 from lrpe_fairseq.kernels.loader import launch, on_device
 from lrpe_fairseq.kernels.tiles_triton import cdiv, result_like
 
@@ -31,137 +31,178 @@ ELEMENTS = 2048  # maximum number of features of one head in the registers of a 
 SMALLEST = tl.constexpr(defined.EPS)
 
 
-def serves(q: Tensor, k: Tensor, form: Form) -> bool:
+def serves(q: Tensor, k: Tensor, variant: Variant) -> bool:
     """True if the kernels support q (B, H, T, D) and k: device, dtype, and D a power of two."""
     width = q.shape[-1]
     fit = width >= 16 and width & (width - 1) == 0 and q.stride(-1) == k.stride(-1) == 1
     alike = q.dtype == k.dtype and q.device == k.device and k.shape[-1] == width
-    return is_plain(q, k) and not form.fourier and fit and alike and on_device(q)
+    return is_plain(q, k) and not variant.fourier and fit and alike and on_device(q)
+
+
+def encode_both(
+    q: Tensor, k: Tensor, transform: Transform, q_positions: Tensor, k_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute a transform of q and k at their positions; see :func:`encode`."""
+    angles = _angles_of(transform, q_positions)
+    if angles is None:
+        q_power = transform.powers(q_positions, torch.float32)
+        same = k_positions is q_positions
+        k_positions = q_power if same else transform.powers(k_positions, torch.float32)
+        q_positions = q_power
+    return encode(q, k, transform.normal, angles, q_positions, k_positions, transform.variant)
+
+
+def encode_one(x: Tensor, transform: Transform, positions: Tensor) -> Tensor:
+    """Compute a transform of x (B, H, T, D) at its positions, with keys of no tokens."""
+    angles, keys = _angles_of(transform, positions), x[:, :, :0]
+    none = positions[..., :0]
+    if angles is None:
+        positions = transform.powers(positions, torch.float32)
+        none = positions[..., :0, :]
+    return encode(x, keys, transform.normal, angles, positions, none, transform.variant)[0]
+
+
+def _angles_of(transform: Transform, positions: Tensor) -> Angles | Tensor | None:
+    """Return that from which the kernel computes Lambda; None if it needs phases.
+
+    The phases of sums of increments, which are floating-point numbers, are those of each token.
+    """
+    if transform.angles is None or positions.is_floating_point():
+        return None
+    return transform.angles(positions.device)
 
 
 def encode(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
-    by: Angles | Tensor | None,
-    at: tuple[Tensor, Tensor],
-    form: Form,
+    normal: Tensor | None,
+    angles: Angles | Tensor | None,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    variant: Variant,
 ) -> tuple[Tensor, Tensor]:
     """Compute Lambda P phi of q and k, (B, H, T, D) and (B, H, S, D) or twice as wide.
 
     Args:
         q, k: last axis contiguous, otherwise of any strides.
-        v: a normal of the reflection (D,), of any length, float32, or None.
-        by: E angles, for pairs (features if ``wide``); the others are unchanged. If ``permutes``
-            the cycles of the permutation, int64 (4, D) or (4, H, D); see ``encode.along_cycles``.
-            None: phases are given.
-        at: the positions of q and of k, int64 (T,) or (B, T) and (S,) or (B, S). For given phases
-            these, complex64 (H, T, E) or (B, H, T, E). A gradient is that of phases of absolute
-            value 1, for (B, H, T, E).
-        form: the variant.
+        normal: of the reflection (D,), of any length, float32, or None.
+        angles: E angles, for pairs (features if ``wide``); the others are unchanged. If
+            ``permutes`` the cycles of the permutation, int64 (4, D) or (4, H, D); see
+            ``encode.along_cycles``. None: phases are given.
+        q_positions, k_positions: int64 (T,) or (B, T) and (S,) or (B, S). For given phases these,
+            complex64 (H, T, E) or (B, H, T, E). A gradient is that of phases of absolute value 1,
+            for (B, H, T, E).
+        variant: which of the maps.
     """
-    theta, column, grid = by if isinstance(by, Angles) else (by, None, 0)
-    return _Encoded.apply(q, k, v, theta, column, *at, grid, form)
+    theta, column, grid = angles if isinstance(angles, Angles) else (angles, None, 0)
+    return _Encoded.apply(q, k, normal, theta, column, q_positions, k_positions, grid, variant)
 
 
 def feature_maps(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute phi of q (B, H, T, D) and k (B, H, S, D): :func:`encode` without P and Lambda."""
     k = q[:, :, :0] if k is None else k
     nowhere = torch.empty(0, dtype=torch.int64, device=q.device)
-    return _Encoded.apply(q, k, None, None, None, nowhere, nowhere, 0, Form())
+    return _Encoded.apply(q, k, None, None, None, nowhere, nowhere, 0, Variant())
 
 
 class _Encoded(torch.autograd.Function):
     """Lambda P phi of q and k with a hand-written gradient of q, k, v, the angles and phases."""
 
     @staticmethod
-    def forward(ctx, q, k, v, theta, column, at_q, at_k, grid, form):
-        twice = 2 if form.wide else 1
+    def forward(ctx, q, k, v, theta, column, q_positions, k_positions, grid, variant):
+        twice = 2 if variant.wide else 1
         out = [result_like(q, x.shape[3] * twice, time=x.shape[2]) for x in (q, k)]
-        ctx.shapes, ctx.grid, ctx.form = (q.shape, k.shape), grid, form
+        ctx.shapes, ctx.grid, ctx.variant = (q.shape, k.shape), grid, variant
         ctx.rows = min(32, max(1, ELEMENTS // (twice * q.shape[3])))  # of a program; a power of two
         ctx.programs = sum(len(x) * cdiv(x.shape[2], ctx.rows) for x in (q, k))
-        given = v, theta, column, at_q, at_k
-        _launch(_encode, ctx, (q, k), given, out)
-        reads_x = form.phi or any(ctx.needs_input_grad[2:7])
-        ctx.save_for_backward(*((q, k) if reads_x else (None, None)), *given)
+        parameters = v, theta, column, q_positions, k_positions
+        _launch(_encode, ctx, (q, k), parameters, out)
+        reads_x = variant.phi or any(ctx.needs_input_grad[2:7])
+        ctx.save_for_backward(*((q, k) if reads_x else (None, None)), *parameters)
         return tuple(out)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k):
         if torch.is_grad_enabled():
             return *_gradients_as_graph(ctx, (grad_q, grad_k)), None, None
-        q, k, v, theta, column, *at = ctx.saved_tensors
+        q, k, v, theta, column, *positions = ctx.saved_tensors
         grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
-        found = [result_like(grads[0], width, time=time) for _, _, time, width in ctx.shapes]
+        of_rows = [result_like(grads[0], width, time=time) for _, _, time, width in ctx.shapes]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
         learned = (theta if turns else None, column if turns else None, v if of_v else None)
         sizes = [0 if x is None else x.numel() for x in learned]
         sums = grads[0].new_empty(ctx.programs, sum(sizes), dtype=torch.float32)
         phased = any(ctx.needs_input_grad[5:7])
-        turned = [x.new_empty(x.shape, dtype=torch.float32) if phased else None for x in at]
+        turned = [x.new_empty(x.shape, dtype=torch.float32) if phased else None for x in positions]
         flags = {"READS_X": q is not None, "ANGLES_LEARN": turns or phased, "UNIT_LEARNS": of_v}
         rows = (*(grads if q is None else (q, k)), *grads)
-        results = (*found, sums, *turned)
-        _launch(_encode_gradient, ctx, rows, (v, theta, column, *at), results, flags)
+        parameters = (v, theta, column, *positions)
+        _launch(_encode_gradient, ctx, rows, parameters, (*of_rows, sums, *turned), flags)
         parts = sums.sum(0).split(sizes) if any(sizes) else sizes
         of_theta, of_column, of_v = (
             None if x is None else part.view_as(x) for x, part in zip(learned, parts, strict=True)
         )
-        of_at = (1j * phase * t if phased else None for phase, t in zip(at, turned, strict=True))
-        return *found, of_v, of_theta, of_column, *of_at, None, None
+        of_phases = (
+            1j * phase * turn if phased else None
+            for phase, turn in zip(positions, turned, strict=True)
+        )
+        return *of_rows, of_v, of_theta, of_column, *of_phases, None, None
 
 
 def _gradients_as_graph(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
     """Return the gradients of a call with their graph, for second derivatives."""
-    q, k, *others = ctx.saved_tensors
+    q, k, *parameters = ctx.saved_tensors
     if q is None:  # the map is linear in q and k, so any of them have the same gradient
         q, k = (grads[0].new_zeros(shape).requires_grad_() for shape in ctx.shapes)
 
-    def definition(q, k, v, theta, column, at_q, at_k):
-        by = Angles(theta, column, ctx.grid)
-        by = theta if theta is None or ctx.form.permutes else by
-        return defined.both(q, k, v, by, (at_q, at_k), ctx.form)
+    def definition(q, k, v, theta, column, q_positions, k_positions):
+        angles = Angles(theta, column, ctx.grid)
+        angles = theta if theta is None or ctx.variant.permutes else angles
+        return defined.both(q, k, v, angles, q_positions, k_positions, ctx.variant)
 
-    return gradients_of(definition, (q, k, *others), ctx.needs_input_grad[:7], grads)
+    return gradients_of(definition, (q, k, *parameters), ctx.needs_input_grad[:7], grads)
 
 
-def _placed(at: Tensor) -> tuple[Tensor, list[int]]:
+def _with_steps(positions: Tensor) -> tuple[Tensor, list[int]]:
     """Return positions, or given phases as (B or 1, H, T, E, 2), and three strides.
 
     They lead to the next sequence, head and token, and are 0 on axes of length 1.
     """
-    if at.is_complex():
-        at = torch.view_as_real(at.resolve_conj().contiguous())
-        at = at if at.dim() == 5 else at.unsqueeze(0)
-        axes = zip(at.shape[:3], at.stride()[:3], strict=True)
-    else:  # (T,) or (B, T)
-        rows, length = at.shape if at.dim() == 2 else (1, len(at))
-        axes = (rows, at.stride(0)), (1, 0), (length, at.stride(-1))
-    return at, [step if size > 1 else 0 for size, step in axes]
+    if positions.is_complex():
+        phases = torch.view_as_real(positions.resolve_conj().contiguous())
+        phases = phases if phases.dim() == 5 else phases.unsqueeze(0)
+        axes = zip(phases.shape[:3], phases.stride()[:3], strict=True)
+        return phases, [step if size > 1 else 0 for size, step in axes]
+    rows, length = (1, len(positions)) if positions.dim() == 1 else positions.shape
+    by_row = positions.stride(0) if rows > 1 else 0
+    return positions, [by_row, 0, positions.stride(-1) if length > 1 else 0]
 
 
-def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
+def _launch(kernel, ctx, rows, parameters, results, flags=None) -> None:
     """Launch a kernel.
 
-    rows: tensors (B, H, T, .) whose strides it needs. given: v, theta, column, at_q and at_k.
-    results: the first two have one layout of ``result_like``.
+    rows: tensors (B, H, T, .) whose strides it needs. parameters: v, theta, column, and the
+        positions of q and of k. results: the first two have one layout of ``result_like``.
     """
     (batch, heads, queries, width), (*_, keys, _) = ctx.shapes
-    (v, theta, column, *at), permutes = given, ctx.form.permutes
-    of_q = _placed(at[0])
-    (at_q, q_steps), (at_k, k_steps) = of_q, of_q if at[1] is at[0] else _placed(at[1])
+    v, theta, column, q_positions, k_positions = parameters
+    permutes = ctx.variant.permutes
+    q_places, q_steps = _with_steps(q_positions)
+    k_places, k_steps = q_places, q_steps
+    if k_positions is not q_positions:
+        k_places, k_steps = _with_steps(k_positions)
     strides = [n for x in rows for n in x.stride()[:3]]
-    phased = at[0].is_complex()
-    pairs = at_q.shape[3] if phased else 0
+    phased = q_positions.is_complex()
+    pairs = q_places.shape[3] if phased else 0
     if theta is not None and not permutes:
         pairs = theta.shape[-1]
     unit = math.gcd(16, *strides)
     apart = results[0].stride(2) // (heads * results[0].shape[3])
+    tensors = (*rows, q_places, k_places, v, theta, column, *results)
     launch(
         kernel,
         (ctx.programs,),
-        *[rows[0] if x is None else x for x in (*rows, at_q, at_k, v, theta, column, *results)],
+        *[rows[0] if x is None else x for x in tensors],  # a pointer that is not read
         *(batch, heads, queries, keys, ctx.grid, *q_steps, *k_steps),
         *[n // unit for n in strides],
         apart,
@@ -170,10 +211,10 @@ def _launch(kernel, ctx, rows, given, results, flags=None) -> None:
         BT=ctx.rows,
         UNIT=unit,
         REFLECTS=v is not None,
-        HALVES=ctx.form.halves,
-        WIDE=ctx.form.wide,
-        PHI=ctx.form.phi,
-        GIVEN=phased,
+        HALVES=ctx.variant.halves,
+        WIDE=ctx.variant.wide,
+        PHI=ctx.variant.phi,
+        PHASED=phased,
         GRID=column is not None,
         PERMUTES=permutes,
         HEADWISE=phased or (theta is not None and theta.dim() == (3 if permutes else 2)),
@@ -234,14 +275,14 @@ def _cosine_and_sine(turns):
 @triton.jit
 def _turned(
     at, theta, column, row, col, here, h,
-    E: tl.constexpr, W: tl.constexpr, GRID: tl.constexpr, GIVEN: tl.constexpr,
+    E: tl.constexpr, W: tl.constexpr, GRID: tl.constexpr, PHASED: tl.constexpr,
 ):  # fmt: skip
     """Return the cosines and sines (BT, W) of head h; 1 and 0 for columns from E on.
 
-    at: pointers to the phases of the rows, if GIVEN. row, col: positions (BT,).
+    at: pointers to the phases of the rows, if PHASED. row, col: positions (BT,).
     """
     pairs = tl.arange(0, W)
-    if GIVEN:
+    if PHASED:
         place, known = at[:, None] + 2 * pairs[None, :], here[:, None] & (pairs < E)[None, :]
         cos, sin = tl.load(place, mask=known, other=1.0), tl.load(place + 1, mask=known, other=0.0)
     else:
@@ -295,10 +336,10 @@ def _moves(
     n = tl.umulhi(tl.abs(s)[:, None] * inverse[None, :], length[None, :])
     n = tl.where((s < 0)[:, None] != BACK, length[None, :] - n, n) + step[None, :]
     n = tl.where(n >= length[None, :], n - length[None, :], n)
-    found = tl.load(cycles + 3 * size + h * D + start[None, :] + n)
+    source = tl.load(cycles + 3 * size + h * D + start[None, :] + n)
     if HALVES and not BACK:
-        found = found // 2 + (found % 2) * (D // 2)
-    return (found - columns[None, :]).to(tl.int32)
+        source = source // 2 + (source % 2) * (D // 2)
+    return (source - columns[None, :]).to(tl.int32)
 
 
 # --- steps -------------------------------------------------------------------------------------
@@ -491,7 +532,7 @@ def _encode(
     B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, apart,
     D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
-    GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
+    PHASED: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
 ):  # fmt: skip
     """Compute the features of all heads at the positions of this program."""
     W: tl.constexpr = D if WIDE else D // 2
@@ -502,14 +543,14 @@ def _encode(
     to = _results_of(is_q, q_out, k_out, b, rows, time, apart, H, D, width)
     place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
     u, norm = _unit(v, D, REFLECTS)
-    row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)
+    row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not PHASED, GRID)
     size = D * H if HEADWISE else D
     moves = _moves(theta, row, 0, size, False, D, HALVES) if PERMUTES else 0
-    cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, GIVEN)
+    cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, PHASED)
     for h in range(H):
         if HEADWISE:
             head = place + h * tl.where(is_q, ah, ch)
-            cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, GIVEN)
+            cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, PHASED)
             if PERMUTES:
                 moves = _moves(theta, row, h, size, False, D, HALVES)
         z = _projected(x, v, moves, u, norm, known, D, REFLECTS, PHI, PERMUTES)
@@ -532,7 +573,7 @@ def _encode_gradient(
     B, H, T, S, grid, ab, ah, at, cb, ch, ct, qb, qh, qt, kb, kh, kt, gb, gh, gt, fb, fh, ft,
     apart, D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
     REFLECTS: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, PHI: tl.constexpr,
-    GIVEN: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
+    PHASED: tl.constexpr, GRID: tl.constexpr, PERMUTES: tl.constexpr, HEADWISE: tl.constexpr,
     READS_X: tl.constexpr, ANGLES_LEARN: tl.constexpr, UNIT_LEARNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of q or k and of given phases, and this program's sums of others."""
@@ -540,39 +581,39 @@ def _encode_gradient(
     is_q, time, b, rows, here = _place(T, S, B, BT)
     known = here[:, None] & (tl.arange(0, D) >= 0)[None, :]
     x = _rows_of(is_q, q, k, b, rows, qb, qt, kb, kt, D, UNIT)
-    given = _rows_of(is_q, q_grad, k_grad, b, rows, gb, gt, fb, ft, D, UNIT)
+    grads = _rows_of(is_q, q_grad, k_grad, b, rows, gb, gt, fb, ft, D, UNIT)
     to = _results_of(is_q, of_q, of_k, b, rows, time, apart, H, D, D)
     place = tl.where(is_q, q_at, k_at) + b * tl.where(is_q, ab, cb) + rows * tl.where(is_q, at, ct)
     u, norm = _unit(v, D, REFLECTS)
-    row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not GIVEN, GRID)
+    row, col = _positions(place, here, grid, (E > 0 or PERMUTES) and not PHASED, GRID)
     size = D * H if HEADWISE else D
     moves = _moves(theta, row, 0, size, True, D, HALVES) if PERMUTES else 0
-    cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, GIVEN)
+    cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, PHASED)
     of_angle, of_unit = tl.zeros((BT, W), tl.float32), tl.zeros((D,), tl.float32)
-    angles = (H if HEADWISE else 1) * E if ANGLES_LEARN and not GIVEN else 0
+    angles = (H if HEADWISE else 1) * E if ANGLES_LEARN and not PHASED else 0
     columns = angles if GRID else 0
     sums += tl.program_id(0).to(tl.int64) * (angles + columns + (D if UNIT_LEARNS else 0))
     for h in range(H):
         if HEADWISE:
             head = place + h * tl.where(is_q, ah, ch)
-            cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, GIVEN)
+            cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, PHASED)
             if PERMUTES:
                 moves = _moves(theta, row, h, size, True, D, HALVES)
-        first = tl.load(given + moves, mask=known, other=0.0).to(tl.float32)
-        second = tl.load(given + (D if WIDE else 0), mask=known, other=0.0).to(tl.float32)
+        first = tl.load(grads + moves, mask=known, other=0.0).to(tl.float32)
+        second = tl.load(grads + (D if WIDE else 0), mask=known, other=0.0).to(tl.float32)
         values = tl.load(x, mask=known, other=0.0).to(tl.float32) if READS_X else first
         g, d_angle, d_unit = _through(
             values, first, second, u, cos, sin, BT, D, E, REFLECTS, HALVES, WIDE, PHI
         )
         tl.store(to, g.to(of_q.dtype.element_ty), mask=known)
-        if ANGLES_LEARN and GIVEN:
+        if ANGLES_LEARN and PHASED:
             to_at = tl.where(is_q, of_q_at, of_k_at) + (b * H + h) * time * E
             _store_phases(to_at, d_angle, rows, here, E, W)
         elif ANGLES_LEARN and HEADWISE:
             _store_angles(sums + h * E, d_angle, row, col, angles, E, W, GRID)
         of_angle, of_unit = of_angle + d_angle, of_unit + d_unit
         x, to = x + tl.where(is_q, qh, kh) * UNIT, to + D
-        given += tl.where(is_q, gh, fh) * UNIT
+        grads += tl.where(is_q, gh, fh) * UNIT
     if ANGLES_LEARN and not HEADWISE:
         _store_angles(sums, of_angle, row, col, angles, E, W, GRID)
     if UNIT_LEARNS:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.kernels.dispatch import is_plain
+from lrpe_fairseq.kernels.conditions import is_plain
 from lrpe_fairseq.kernels.flash import flash, flash_kernels, flash_tiles
 from lrpe_fairseq.kernels.loader import launch, on_device
 from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like, straight

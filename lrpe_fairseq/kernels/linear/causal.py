@@ -2,7 +2,7 @@
 
 Causal sums run by chunk: scores are computed within a chunk, and earlier tokens contribute through
 the state, in O(T) time and memory. ``causal_cpu`` (C++) and ``causal_triton`` are the fast forms;
-``attention.half`` computes the definition with products of half-precision numbers.
+``half`` computes the definition with products of half-precision numbers.
 
 Axes: B batch, H heads, T time, N chunks of C tokens, D key width, E value width.
 """

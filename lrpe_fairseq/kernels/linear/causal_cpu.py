@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
+from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.linear import causal
 
 SOURCE = Path(__file__).with_suffix(".cpp")

@@ -1,18 +1,19 @@
-"""The sums of linear attention on CUDA as Triton kernels, causal or over all keys.
+"""The causal sums of linear attention on CUDA as Triton kernels.
 
-In half precision, states of usual widths are kept in registers (``sweep_triton``,
-``full_triton``). This file has the kernels for float32 and for wide heads, and the choice.
+In half precision, states of usual widths are kept in registers (``sweep_triton``; ``full_triton``
+for all keys). This file has the kernels for float32 and for wide heads. At T = 512 with heads of 64
+in bfloat16 they compute 2.4 times as many tokens as the definition in PyTorch and 0.26 times as
+many as ``sweep_triton`` (results/bench/attention.csv, causal.csv); in float32 and of wide heads
+they are not measured.
 
 A scan writes the state before every chunk in float32. Then all chunks are computed in parallel from
 their rows and their states. The same pass divides by the denominator. No T x T matrix and no
-float32 copy of q, k or v is stored. The definition is ``causal.definition``. If every query sees
-all keys (full), there is one state, the total, and nothing is computed within a chunk; the
-definition is ``causal.full_definition``.
+float32 copy of q, k or v is stored. The definition is ``causal.definition``.
 
 Logarithms of a decay are summed within a chunk in float64. Only differences of these sums are
 exponentiated, and they are at most 0.
 
-Axes: L = B H sequences, T time, N states (chunks of C rows, or 1), D key width, E value width.
+Axes: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lrpe_fairseq.kernels.dispatch import gradients_of, is_plain
-from lrpe_fairseq.kernels.linear import causal, full_triton, sweep_triton
+from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
+from lrpe_fairseq.kernels.linear import causal, sweep_triton
 from lrpe_fairseq.kernels.loader import launch, on_device
 from lrpe_fairseq.kernels.tiles_triton import cdiv, fits_registers, power_of_two
 
@@ -57,25 +58,17 @@ def causal_sums(
     """
     if fits_registers(q, v):
         return sweep_triton.causal_sums(q, k, v, wanted, log_decay, eps)
+    return chunked_sums(q, k, v, wanted, log_decay, eps)
+
+
+def chunked_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`causal.definition` with the states of all chunks in memory, in float32."""
     if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
-    return _sums(q, k, v, log_decay, wanted, eps, full=False)
-
-
-def full_sums(
-    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`causal.full_definition`, as :func:`causal_sums`; k is as long as q."""
-    if fits_registers(q, v):
-        return full_triton.full_sums(q, k, v, wanted, eps)
-    return _sums(q, k, v, None, wanted, eps, full=True)
-
-
-def _sums(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, wanted: str, eps: float, full: bool
-) -> tuple[Tensor, Tensor | None]:
     rows = (x.contiguous() for x in (q, k, v))  # copied here, inside the autograd graph
-    out, denominator = _Sums.apply(*rows, log_decay, wanted, eps, full)
+    out, denominator = _Sums.apply(*rows, log_decay, wanted, eps)
     return out, denominator if wanted == "sums" else None
 
 
@@ -90,11 +83,6 @@ class _Shape(NamedTuple):
     values: int
     key_block: int
     value_block: int
-    full: bool
-
-    @property
-    def states(self) -> int:
-        return 1 if self.full else self.chunks
 
     @property
     def key_blocks(self) -> int:
@@ -116,16 +104,16 @@ class _Sums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, wanted, eps, full):
-        shape = _shape_of(q, v, log_decay, full)
-        given = q, k, v, log_decay
-        q, k, v = (x.flatten(0, 1) for x in given[:3])
+    def forward(ctx, q, k, v, log_decay, wanted, eps):
+        shape = _shape_of(q, v, log_decay)
+        inputs = q, k, v, log_decay
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         decay = _decay_of(log_decay, shape)
         with_keys = wanted != "numerator"
-        states, keys = _states(k, v, None, decay, shape, with_keys, reverse=False)
+        states, keys = _scan(k, v, None, decay, shape, with_keys, reverse=False)
         out, denominator = _outputs(q, k, v, states, keys, decay, shape, wanted, eps)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
-        ctx.save_for_backward(*given, states, keys, decay, *kept)
+        ctx.save_for_backward(*inputs, states, keys, decay, *kept)
         ctx.shape, ctx.settings = shape, (wanted, eps)
         rows = (shape.sequences // shape.heads, shape.heads)
         ctx.mark_non_differentiable(*([] if with_keys else [denominator]))
@@ -135,9 +123,10 @@ class _Sums(torch.autograd.Function):
     def backward(ctx, grad, grad_denominator):
         if torch.is_grad_enabled():
             return _gradients_as_graph(ctx, grad, grad_denominator)
-        *given, log_decay, states, keys, decay, out, denominator = ctx.saved_tensors
-        q, k, v = (x.flatten(0, 1) for x in given)
-        grad, g = grad.contiguous().flatten(0, 1).float(), None
+        q, k, v, log_decay, states, keys, decay, out, denominator = ctx.saved_tensors
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        grad = grad.contiguous().flatten(0, 1).float()
+        g = None
         wanted, eps = ctx.settings
         if wanted == "sums":
             g = grad_denominator.contiguous().flatten(0, 1).float()
@@ -149,7 +138,7 @@ class _Sums(torch.autograd.Function):
         )
         rows = (ctx.shape.sequences // ctx.shape.heads, ctx.shape.heads)
         gates = gates.unflatten(0, rows).to(log_decay.dtype) if with_gates else None
-        return *(x.unflatten(0, rows) for x in grads), gates, None, None, None
+        return *(x.unflatten(0, rows) for x in grads), gates, None, None
 
 
 def _decay_of(log_decay: Tensor | None, shape: _Shape) -> Tensor | None:
@@ -169,13 +158,11 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Te
 
     def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
         rows = (x.float() for x in (q, k, v))
-        if ctx.shape.full:
-            return causal.present(*causal.full_definition(*rows, wanted, eps))
         return causal.present(*causal.definition(*rows, wanted, log_decay, eps))
 
     grads = (grad, grad_denominator) if wanted == "sums" else (grad,)
     inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
-    return *gradients_of(definition, inputs, needed, grads), None, None, None
+    return *gradients_of(definition, inputs, needed, grads), None, None
 
 
 def _through_quotient(
@@ -187,14 +174,14 @@ def _through_quotient(
     return grad / clamped.unsqueeze(-1), g.masked_fill(denominator < eps, 0.0)
 
 
-def _shape_of(q: Tensor, v: Tensor, log_decay: Tensor | None, full: bool) -> _Shape:
+def _shape_of(q: Tensor, v: Tensor, log_decay: Tensor | None) -> _Shape:
     batch, heads, time, keys = q.shape
     widest = WIDEST_BLOCK[v.dtype == torch.float32]
     if v.dtype == torch.float32 and log_decay is not None and log_decay.dim() == 3:
         widest = MINIMUM
     blocks = (min(widest, power_of_two(width)) for width in (keys, v.shape[-1]))
     chunks = max(1, cdiv(time, CHUNK))
-    return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks, full)
+    return _Shape(batch * heads, heads, time, chunks, keys, v.shape[-1], *blocks)
 
 
 def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
@@ -211,50 +198,6 @@ def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
     }
 
 
-def _states(
-    a: Tensor,
-    b: Tensor,
-    weights: Tensor | None,
-    decay: Tensor | None,
-    shape: _Shape,
-    with_keys: bool,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the float32 states (L, N, D, E) and sums of keys (L, N, D) that the kernels read."""
-    if shape.full:
-        return _totals(a, b, weights, shape, with_keys)
-    return _scan(a, b, weights, decay, shape, with_keys, reverse)
-
-
-def _empty(count: int, shape: _Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for ``count`` states of every sequence: (L, count, D, E) and (L, count, D)."""
-    options = {"dtype": torch.float32, "device": device}
-    states = torch.empty(shape.sequences, count, shape.keys, shape.values, **options)
-    return states, torch.empty(shape.sequences, count, shape.keys, **options)
-
-
-def _totals(
-    a: Tensor, b: Tensor, weights: Tensor | None, shape: _Shape, with_keys: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute float32 sums over all rows: of a^T b, (L, 1, D, E), and of a times ``weights`` (ones
-    if None), (L, 1, D). A long sequence is divided into parts, whose sums are added."""
-    blocks = shape.key_blocks * shape.value_blocks
-    each = cdiv(shape.chunks, max(1, PROGRAMS // (shape.sequences * blocks)))
-    parts = cdiv(shape.chunks, each)
-    states, keys = _empty(parts, shape, a.device)
-    constants = _constants(shape, a, None)
-    del constants["DECAYS"]
-    launch(
-        _total_kernel,
-        (shape.sequences, blocks, parts),
-        *(a, b, a if weights is None else weights, states, keys, shape.time, each),
-        KEYS=with_keys,
-        WEIGHTED=weights is not None,
-        **constants,
-    )
-    return (states, keys) if parts == 1 else (states.sum(1, True), keys.sum(1, True))
-
-
 def _scan(
     a: Tensor,
     b: Tensor,
@@ -268,7 +211,9 @@ def _scan(
 
     Returns: the sums of a^T b, (L, N, D, E), and of a times ``weights`` (ones if None), (L, N, D).
     """
-    states, keys = _empty(shape.chunks, shape, a.device)
+    options = {"dtype": torch.float32, "device": a.device}
+    states = torch.empty(shape.sequences, shape.chunks, shape.keys, shape.values, **options)
+    keys = torch.empty(shape.sequences, shape.chunks, shape.keys, **options)
     shape = _for_scan(shape)
     launch(
         _scan_kernel,
@@ -315,10 +260,9 @@ def _outputs(
         _output_kernel,
         shape.programs(shape.value_blocks),
         *(q, k, v, states, keys, q if decay is None else decay, out, denominator),
-        *(shape.time, shape.states, shape.heads, eps),
+        *(shape.time, shape.chunks, shape.heads, eps),
         KEYS=wanted != "numerator",
         NORMALIZE=wanted == "normalized",
-        FULL=shape.full,
         **_constants(shape, q, decay),
     )
     return out, denominator
@@ -337,12 +281,12 @@ def _gradients(
     with_gates: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v and gates (or None) from those of both sums."""
-    after, keys_after = _states(q, grad, g, decay, shape, g is not None, reverse=True)
+    after, keys_after = _scan(q, grad, g, decay, shape, g is not None, reverse=True)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     products = grad.new_empty(shape.sequences, shape.key_blocks, shape.time)
     rate = q if decay is None else decay
-    sizes = (shape.time, shape.states, shape.heads)
-    constants = {**_constants(shape, q, decay), "FULL": shape.full}
+    sizes = (shape.time, shape.chunks, shape.heads)
+    constants = _constants(shape, q, decay)
     launch(
         _key_gradient_kernel,
         shape.programs(shape.key_blocks),
@@ -380,8 +324,9 @@ def _gradient_of_gates(products: Tensor, across: Tensor, shape: _Shape) -> Tenso
     """
     products = torch.nn.functional.pad(products, (0, shape.chunks * CHUNK - shape.time))
     in_chunk = products.unflatten(-1, (shape.chunks, CHUNK)).flip(-1).cumsum(-1).flip(-1)
-    found = (in_chunk + across.unsqueeze(-1)).flatten(1)[:, : shape.time]
-    return found.index_fill(-1, torch.zeros(1, dtype=torch.int64, device=found.device), 0.0)
+    of_gates = (in_chunk + across.unsqueeze(-1)).flatten(1)[:, : shape.time]
+    first = torch.zeros(1, dtype=torch.int64, device=of_gates.device)
+    return of_gates.index_fill(-1, first, 0.0)
 
 
 # --- kernels -----------------------------------------------------------------------------------
@@ -507,36 +452,6 @@ def _scan_kernel(
             key += tl.sum(a, axis=0)
 
 
-@triton.jit(do_not_specialize=["T", "each"])
-def _total_kernel(
-    a_ptr, b_ptr, weight_ptr, state_ptr, key_ptr, T, each, D: tl.constexpr, E: tl.constexpr,
-    C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
-    KEYS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Compute one block of the sums over ``each`` chunks of one sequence."""
-    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    column = tl.program_id(1) % tl.cdiv(E, BE)
-    d = tl.program_id(1) // tl.cdiv(E, BE) * BD + tl.arange(0, BD)
-    e = column * BE + tl.arange(0, BE)
-    state = tl.zeros((BD, BE), dtype=tl.float32)
-    key = tl.zeros((BD,), dtype=tl.float32)
-    for i in range(each):
-        _, t, inside = _chunk(part * each + i, T, C)
-        a = _rows(a_ptr, sequence, t, d, inside, T, D)
-        b = _rows(b_ptr, sequence, t, e, inside, T, E)
-        state += tl.dot(tl.trans(a), b, input_precision=PRECISION)
-        if KEYS:
-            if WEIGHTED:
-                weight = tl.load(weight_ptr + sequence * T + t, mask=inside, other=0.0)
-                a = a * weight[:, None]
-            key += tl.sum(a, axis=0)
-    parts = tl.num_programs(2)
-    _store_state(state_ptr, state, sequence, part, parts, d, e, D, E)
-    if KEYS:  # noqa: SIM102  (KEYS is known at compile time, the next condition is not)
-        if column == 0:
-            tl.store(key_ptr + (sequence * parts + part) * D + d, key, mask=d < D)
-
-
 @triton.jit
 def _key(key_ptr, sequence, n, N, d, D: tl.constexpr):
     """Load a block of the sums of keys (L, N, D) as a row, (1, BD)."""
@@ -548,7 +463,6 @@ def _output_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, key_ptr, decay_ptr, out_ptr, denominator_ptr, T, N, H, eps,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, NORMALIZE: tl.constexpr,
-    FULL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of columns of the results of one chunk."""
     n, block_of_e, sequence = _place(T, E, C, BE)
@@ -557,23 +471,20 @@ def _output_kernel(
     scores, out = tl.zeros((C, C), dtype=tl.float32), tl.zeros((C, BE), dtype=tl.float32)
     denominator = tl.zeros((C,), dtype=tl.float32)
     total, _ = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
-    place = 0 if FULL else n
     for block in tl.static_range(0, D, BD):
         d = block + tl.arange(0, BD)
         q = _rows(q_ptr, sequence, t, d, inside, T, D)
-        if not FULL:
-            k = _rows(k_ptr, sequence, t, d, inside, T, D)
-            scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = _rows(k_ptr, sequence, t, d, inside, T, D)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if DECAYS > 0:
             q = q * _exp(total)[:, None]
-        state = _state(state_ptr, sequence, place, N, d, e, D, E)
+        state = _state(state_ptr, sequence, n, N, d, e, D, E)
         out += tl.dot(q, state, input_precision=PRECISION)
         if KEYS:
-            denominator += tl.sum(q * _key(key_ptr, sequence, place, N, d, D), axis=1)
-    if not FULL:
-        scores = _visible(scores, row, total, DECAYS)
-        v = _rows(v_ptr, sequence, t, e, inside, T, E)
-        out += tl.dot(scores, v, input_precision=PRECISION)
+            denominator += tl.sum(q * _key(key_ptr, sequence, n, N, d, D), axis=1)
+    scores = _visible(scores, row, total, DECAYS)
+    v = _rows(v_ptr, sequence, t, e, inside, T, E)
+    out += tl.dot(scores, v, input_precision=PRECISION)
     if KEYS:
         denominator += tl.sum(scores, axis=1)
         if block_of_e == 0:
@@ -602,7 +513,6 @@ def _through_values(
     BD: tl.constexpr,
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
-    FULL: tl.constexpr,
 ):
     """Return G v^T (C, C), G S^T and v dS^T (C, BD): sums over E in the gradients of q and k."""
     grad_scores = tl.zeros((C, C), dtype=tl.float32)
@@ -612,8 +522,7 @@ def _through_values(
         e = block + tl.arange(0, BE)
         grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
         v = _rows(v_ptr, sequence, t, e, inside, T, E)
-        if not FULL:
-            grad_scores += tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        grad_scores += tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         state = _state(state_ptr, sequence, n, N, d, e, D, E)
         grad_q += tl.dot(grad, tl.trans(state), input_precision=PRECISION)
         after = _state(after_ptr, sequence, n, N, d, e, D, E)
@@ -633,33 +542,31 @@ def _key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, g_ptr, state_ptr, key_ptr, after_ptr, key_after_ptr, decay_ptr,
     grad_q_ptr, grad_k_ptr, product_ptr, T, N, H, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
-    KEYS: tl.constexpr, FULL: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of columns of dq, dk and, for gates, q . dq - k . dk of one chunk."""
     n, block, sequence = _place(T, D, C, BD)
     d = block * BD + tl.arange(0, BD)
     row, t, inside = _chunk(n, T, C)
-    place = 0 if FULL else n
     grad_scores, grad_q, grad_k = _through_values(
-        v_ptr, grad_ptr, state_ptr, after_ptr, sequence, place, d, t, inside, T, N, D, E, C, BD, BE,
-        PRECISION, FULL,  # not starred: triton 3.2
+        v_ptr, grad_ptr, state_ptr, after_ptr, sequence, n, d, t, inside, T, N, D, E, C, BD, BE,
+        PRECISION,  # not starred: triton 3.2
     )  # fmt: skip
     if KEYS:
         g = tl.load(g_ptr + sequence * T + t, mask=inside, other=0.0)[:, None]
         grad_scores += g
-        grad_q += g * _key(key_ptr, sequence, place, N, d, D)
-        grad_k += _key(key_after_ptr, sequence, place, N, d, D)
-    if not FULL:
-        total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
-        if DECAYS > 0:
-            grad_q, grad_k = grad_q * _exp(total)[:, None], grad_k * _exp(last - total)[:, None]
-        grad_scores = _visible(grad_scores, row, total, DECAYS)
-        q = _rows(q_ptr, sequence, t, d, inside, T, D)
-        k = _rows(k_ptr, sequence, t, d, inside, T, D)
-        grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
-        grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
-        to = sequence * tl.cdiv(D, BD) + block
-        _store_products(product_ptr, q * grad_q - k * grad_k, to, t, inside, T, DECAYS)
+        grad_q += g * _key(key_ptr, sequence, n, N, d, D)
+        grad_k += _key(key_after_ptr, sequence, n, N, d, D)
+    total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
+    if DECAYS > 0:
+        grad_q, grad_k = grad_q * _exp(total)[:, None], grad_k * _exp(last - total)[:, None]
+    grad_scores = _visible(grad_scores, row, total, DECAYS)
+    q = _rows(q_ptr, sequence, t, d, inside, T, D)
+    k = _rows(k_ptr, sequence, t, d, inside, T, D)
+    grad_q += tl.dot(grad_scores, k, input_precision=PRECISION)
+    grad_k += tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
+    to = sequence * tl.cdiv(D, BD) + block
+    _store_products(product_ptr, q * grad_q - k * grad_k, to, t, inside, T, DECAYS)
     _store_rows(grad_q_ptr, grad_q, sequence, t, d, inside, T, D)
     _store_rows(grad_k_ptr, grad_k, sequence, t, d, inside, T, D)
 
@@ -668,7 +575,7 @@ def _key_gradient_kernel(
 def _value_gradient_kernel(
     q_ptr, k_ptr, grad_ptr, after_ptr, decay_ptr, grad_v_ptr, T, N, H, D: tl.constexpr,
     E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DECAYS: tl.constexpr,
-    PRECISION: tl.constexpr, FULL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of columns of the gradient of v of one chunk."""
     n, block_of_e, sequence = _place(T, E, C, BE)
@@ -677,19 +584,16 @@ def _value_gradient_kernel(
     scores = tl.zeros((C, C), dtype=tl.float32)
     grad_v = tl.zeros((C, BE), dtype=tl.float32)
     total, last = _logs(decay_ptr, sequence, n, N, H, C, DECAYS)
-    place = 0 if FULL else n
     for block in tl.static_range(0, D, BD):
         d = block + tl.arange(0, BD)
         k = _rows(k_ptr, sequence, t, d, inside, T, D)
-        if not FULL:
-            q = _rows(q_ptr, sequence, t, d, inside, T, D)
-            scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        q = _rows(q_ptr, sequence, t, d, inside, T, D)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if DECAYS > 0:
             k = k * _exp(last - total)[:, None]
-        after = _state(after_ptr, sequence, place, N, d, e, D, E)
+        after = _state(after_ptr, sequence, n, N, d, e, D, E)
         grad_v += tl.dot(k, after, input_precision=PRECISION)
-    if not FULL:
-        scores = _visible(scores, row, total, DECAYS)
-        grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
-        grad_v += tl.dot(tl.trans(scores), grad, input_precision=PRECISION)
+    scores = _visible(scores, row, total, DECAYS)
+    grad = _rows(grad_ptr, sequence, t, e, inside, T, E)
+    grad_v += tl.dot(tl.trans(scores), grad, input_precision=PRECISION)
     _store_rows(grad_v_ptr, grad_v, sequence, t, e, inside, T, E)

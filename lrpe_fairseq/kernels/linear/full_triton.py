@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lrpe_fairseq.kernels.dispatch import gradients_of
+from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import launch
 from lrpe_fairseq.kernels.tiles_triton import (
@@ -67,12 +67,11 @@ class _Full(torch.autograd.Function):
     def forward(ctx, q, k, v, wanted, eps):
         out = result_like(q, v.shape[3], result_type(v, wanted))
         denominator = q.new_empty(q.shape[:3], dtype=torch.float32)
-        state = _per_part(k, v)
-        _launch(_total_kernel, k, v, *with_strides(k, v), state)
-        state = state.sum(1)
-        modes = _modes(wanted)
-        rest = (denominator, state, eps)
-        _launch(_output_kernel, q, v, *with_strides(q, out), *rest, **modes)
+        sums_of_parts = _per_part(k, v)
+        _launch(_total_kernel, k, v, *with_strides(k, v), sums_of_parts)
+        state = sums_of_parts.sum(1)
+        rows = with_strides(q, out)
+        _launch(_output_kernel, q, v, *rows, denominator, state, eps, **_modes(wanted))
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(q, k, v, state, *kept)
         ctx.settings = wanted, eps
@@ -92,14 +91,17 @@ class _Full(torch.autograd.Function):
             grad_denominator = state.new_zeros(q.shape[:3])
         if torch.is_grad_enabled():
             return *_gradients_as_graph(ctx, grad, grad_denominator), None, None
-        grad, modes = straight(grad), _modes(wanted)
+        grad = straight(grad)
+        modes = _modes(wanted)
+        # a kernel that does not read a pointer still needs one: any tensor of the device will do
         g = q if grad_denominator is None else grad_denominator.float().contiguous()
+        inverses = q if denominator is None else denominator
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        own = (q if denominator is None else denominator, g, state, _per_part(q, v), eps)
+        sums_of_parts = _per_part(q, v)
         rows = with_strides(q, grad, grad if out is None else out, dq)
-        _launch(_query_kernel, q, v, *rows, *own, **modes)
-        own = own[3].sum(1)
-        _launch(_key_kernel, k, v, *with_strides(k, v, dk, dv), own, KEYS=modes["KEYS"])
+        _launch(_query_kernel, q, v, *rows, inverses, g, state, sums_of_parts, eps, **modes)
+        grad_state = sums_of_parts.sum(1)
+        _launch(_key_kernel, k, v, *with_strides(k, v, dk, dv), grad_state, KEYS=modes["KEYS"])
         return dq, dk, dv, None, None
 
 
@@ -111,8 +113,8 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> l
     """Return the gradients of a call with their graph, for second derivatives."""
 
     def definition(*rows: Tensor) -> tuple[Tensor, ...]:
-        found = causal.full_definition(*(x.float() for x in rows), *ctx.settings)
-        return tuple(narrow(x, grad.dtype) for x in causal.present(*found))
+        sums = causal.full_definition(*(x.float() for x in rows), *ctx.settings)
+        return tuple(narrow(x, grad.dtype) for x in causal.present(*sums))
 
     grads = causal.present(grad, grad_denominator)
     return gradients_of(definition, ctx.saved_tensors[:3], ctx.needs_input_grad[:3], grads)
@@ -140,20 +142,19 @@ def _per_part(x: Tensor, v: Tensor) -> Tensor:
 def _launch(kernel, x: Tensor, v: Tensor, *arguments: Any, **constants: bool) -> None:
     """Launch a program per sequence and part of x, q or k."""
     each, parts = _parts(x)
-    grid, sizes = (x.shape[0] * x.shape[1], parts), (x.shape[2], x.shape[1], each)
-    blocks, wide = [power_of_two(y.shape[3]) for y in (x, v)], x.dtype == torch.float32
+    batch, heads, time, keys = x.shape
+    key_block, value_block = power_of_two(keys), power_of_two(v.shape[3])
     launch(
         kernel,
-        grid,
+        (batch * heads, parts),
         *arguments,
-        *sizes,
-        D=x.shape[3],
+        *(time, heads, each),
+        D=keys,
         E=v.shape[3],
         C=_tile(x),
-        BD=blocks[0],
-        BE=blocks[1],
-        PRECISION="tf32x3" if wide else "tf32",
-        num_warps=8 if wide or max(blocks) > 64 else 4,
+        BD=key_block,
+        BE=value_block,
+        num_warps=8 if max(key_block, value_block) > 64 else 4,
         **constants,
     )
 
@@ -167,7 +168,6 @@ SIZES = ["T", "H", "each"]  # any value in one compiled form
 def _total_kernel(
     k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, state_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of every part (L, N, D E + D)."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -176,8 +176,8 @@ def _total_kernel(
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
-        state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
-        keys += column_sums(k, keys, False, PRECISION)
+        state = tl.dot(tl.trans(k), v, state)
+        keys += column_sums(k, keys, False)
     row = sequence * tl.num_programs(1) + part
     store_state(state_ptr, state, keys, row, D, E, BD, BE)
 
@@ -186,7 +186,7 @@ def _total_kernel(
 def _output_kernel(
     q_ptr, qb, qh, qt, o_ptr, ob, oh, ot, den_ptr, state_ptr, eps, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    KEYS: tl.constexpr, DIVIDE: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T) or, with DIVIDE, their
     inverses."""
@@ -197,9 +197,9 @@ def _output_kernel(
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         q, t = load(q_ptr, first, qt, T, C, D, BD), first + tl.arange(0, C)
-        out = times(q, high, low, scale, PRECISION, KEYS)
+        out = times(q, high, low, scale, KEYS)
         if KEYS:
-            den = row_products(q, keys, PRECISION)
+            den = row_products(q, keys)
             if DIVIDE:
                 den = 1.0 / tl.maximum(den, eps)
                 out = saturated(out * den[:, None], q.dtype)
@@ -210,9 +210,9 @@ def _output_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def _query_kernel(
     q_ptr, qb, qh, qt, go_ptr, gob, goh, got, o_ptr, ob, oh, ot, dq_ptr, dqb, dqh, dqt,
-    den_ptr, g_ptr, state_ptr, own_ptr, eps, T, H, each,
+    den_ptr, g_ptr, state_ptr, grad_state_ptr, eps, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    KEYS: tl.constexpr, DIVIDE: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of q, and that of the state which comes from every part.
 
@@ -225,7 +225,8 @@ def _query_kernel(
     den_ptr, g_ptr = den_ptr + sequence * T, g_ptr + sequence * T
     state, keys = load_state(state_ptr, sequence, D, E, BD, BE)
     high, low, scale = parts(tl.trans(state), q_ptr.dtype.element_ty, KEYS)
-    own, own_keys = tl.zeros((BE, BD), tl.float32), tl.zeros((BD,), tl.float32)
+    grad_state = tl.zeros((BE, BD), tl.float32)
+    grad_keys = tl.zeros((BD,), tl.float32)
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         q, t = load(q_ptr, first, qt, T, C, D, BD), first + tl.arange(0, C)
@@ -235,25 +236,25 @@ def _query_kernel(
         go, g, f = incoming(go_ptr, first, got, g, T, q.dtype, C, E, BE)
         if DIVIDE and q.dtype == tl.float16:
             go = unsaturated(go, load(o_ptr, first, ot, T, C, E, BE))
-        dq = times(go, high, low, scale, PRECISION, KEYS)
+        dq = times(go, high, low, scale, KEYS)
         if DIVIDE:
             f = tl.load(den_ptr + t, mask=t < T, other=1.0)
             g = tl.where(f < 1.0 / eps, -tl.sum(q.to(tl.float32) * dq, 1) * f, 0.0)
         rows, unit = cast(q.to(tl.float32) * f[:, None], q.dtype)
         if KEYS:
-            dq += outer_product(g, keys, q.dtype, PRECISION)
-            own_keys += column_sums(rows, g, True, PRECISION) * unit
+            dq += outer_product(g, keys, q.dtype)
+            grad_keys += column_sums(rows, g, True) * unit
         store(dq_ptr, dq * f[:, None], first, dqt, T, C, D, BD)
-        own += tl.dot(tl.trans(go), rows, input_precision=PRECISION) * unit
+        grad_state += tl.dot(tl.trans(go), rows) * unit
     row = sequence * tl.num_programs(1) + part
-    store_state(own_ptr, tl.trans(own), own_keys, row, D, E, BD, BE)
+    store_state(grad_state_ptr, tl.trans(grad_state), grad_keys, row, D, E, BD, BE)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _key_kernel(
     k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, dk_ptr, dkb, dkh, dkt, dv_ptr, dvb, dvh, dvt, state_ptr,
     T, H, each, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    BE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of k and v from that of the state."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -264,8 +265,8 @@ def _key_kernel(
     for i in range(part * each, tl.minimum(part * each + each, tl.cdiv(T, C))):
         first = i * C
         k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
-        store(dv_ptr, times(k, high, low, scale, PRECISION, KEYS), first, dvt, T, C, E, BE)
-        dk = times(v, tl.trans(high), tl.trans(low), scale, PRECISION, KEYS)
+        store(dv_ptr, times(k, high, low, scale, KEYS), first, dvt, T, C, E, BE)
+        dk = times(v, tl.trans(high), tl.trans(low), scale, KEYS)
         if KEYS:
             dk += keys[None, :]
         store(dk_ptr, dk, first, dkt, T, C, D, BD)

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.kernels.dispatch import gradients_of
+from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import launch
 from lrpe_fairseq.kernels.tiles_triton import (
@@ -104,7 +104,7 @@ def tile_of(name: str, call: "_Call") -> Tile:
     makes wrong code of quotients and decays, so that only sums without a denominator have 64.
     """
     large, half = capability(call.q) >= 9, call.q.dtype == torch.float16
-    wide = call.q.dtype == torch.float32 or max(call.blocks) > 64
+    wide = max(call.blocks) > 64
     roomy = large and not half
     backward = name in ("query", "key")
     small = (name == "key" and not large) or (backward and call.decays and not roomy)
@@ -147,14 +147,12 @@ class _Call:
     @cached_property
     def constants(self) -> dict:
         """The compile-time arguments of all kernels."""
-        wide = self.q.dtype == torch.float32
         return {
             "D": self.q.shape[3],
             "E": self.v.shape[3],
             "BD": self.blocks[0],
             "BE": self.blocks[1],
             "DECAYS": self.decays,
-            "PRECISION": "tf32x3" if wide else "tf32",
         }
 
     @cached_property
@@ -165,11 +163,13 @@ class _Call:
 
     def launch(self, name: str, *arguments: Tensor | float, **constants: bool) -> None:
         """Launch a program per sequence and part; times and sizes are the last arguments."""
-        tile, (_, heads, time, _) = tile_of(name, self), self.q.shape
+        tile = tile_of(name, self)
+        _, heads, time, _ = self.q.shape
         constants |= {**self.constants, "C": tile.tokens}
         constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
-        sizes, grid = (time, heads, self.span // tile.tokens), (self.sequences, self.parts)
-        launch(globals()[f"_{name}_kernel"], grid, *arguments, *sizes, **constants)
+        tiles_of_a_part = self.span // tile.tokens
+        kernel, grid = globals()[f"_{name}_kernel"], (self.sequences, self.parts)
+        launch(kernel, grid, *arguments, time, heads, tiles_of_a_part, **constants)
 
     def vector(self, *shape: int) -> Tensor:
         return self.q.new_empty(self.sequences, *shape, dtype=torch.float32)
@@ -191,14 +191,14 @@ class _Sweep(torch.autograd.Function):
         out = result_like(q, v.shape[3], result_type(v, wanted))
         denominator = call.vector(q.shape[2])
         logs = _sums_of_logarithms(call, log_decay) if call.decays else q
-        states = whole = q  # not read
+        states = whole = q  # not read with one part, but a kernel needs a pointer
         if call.parts > 1:
             width = q.shape[3] * (v.shape[3] + 1)
             states, whole = call.vector(call.parts, width), call.vector(call.parts)
             call.launch("sums", *with_strides(k, v), logs, states, whole)
             call.scan(states, whole, reverse=False)
-        rest = (logs, denominator, states, eps)
-        call.launch("forward", *with_strides(q, k, v, out), *rest, **call.modes)
+        rows = with_strides(q, k, v, out)
+        call.launch("forward", *rows, logs, denominator, states, eps, **call.modes)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(q, k, v, log_decay, logs, states, whole, *kept)
         ctx.settings = wanted, eps
@@ -219,20 +219,20 @@ class _Sweep(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_gradients_as_graph(ctx, grad, grad_denominator), None, None
         call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
-        *grads, found = _gradients(
+        *grads, of_gates = _gradients(
             call, *ctx.saved_tensors[:3], straight(grad), grad_denominator, *kept
         )
-        if found is not None:
-            found = found.unflatten(0, q.shape[:2]).to(log_decay.dtype)
-        return *grads, found, None, None
+        if of_gates is not None:
+            of_gates = of_gates.unflatten(0, q.shape[:2]).to(log_decay.dtype)
+        return *grads, of_gates, None, None
 
 
 def _sums_of_logarithms(call: _Call, gates: Tensor) -> Tensor:
     """Return the sums (L, N, 2, SPAN) of the logarithms of a decay; see ``_logarithms_kernel``."""
     _, heads, time, _ = call.q.shape
     logs = call.vector(cdiv(time, SPAN), 2, SPAN)
-    given = (*with_strides(gates.detach()), logs, time, heads)
-    launch(_logarithms_kernel, logs.shape[:2], *given, num_warps=2)
+    rows = with_strides(gates.detach())
+    launch(_logarithms_kernel, logs.shape[:2], *rows, logs, time, heads, num_warps=2)
     return logs
 
 
@@ -242,8 +242,8 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> l
 
     def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
         rows = (x.float() for x in (q, k, v))
-        found = causal.present(*causal.definition(*rows, wanted, log_decay, eps))
-        return tuple(narrow(x, grad.dtype) for x in found)
+        sums = causal.present(*causal.definition(*rows, wanted, log_decay, eps))
+        return tuple(narrow(x, grad.dtype) for x in sums)
 
     grads = causal.present(grad, grad_denominator)
     return gradients_of(definition, ctx.saved_tensors[:4], ctx.needs_input_grad[:4], grads)
@@ -263,27 +263,25 @@ def _gradients(
     denominator: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v and gates (L, T) or None."""
-    out, denominator = (grad, q) if out is None else (out, denominator)
+    if out is None:  # only a quotient has them; the kernels do not read these pointers
+        out, denominator = grad, q
     g = call.vector(q.shape[2]) if grad_denominator is None else grad_denominator
     g = g.float().contiguous()
-    grads = [torch.empty_like(x) for x in (q, k, v)]
+    dq, dk, dv = grads = [torch.empty_like(x) for x in (q, k, v)]
     products = call.vector(q.shape[2]) if call.with_gates else q
-    given, rest = with_strides(q, k, v, grad, out), (logs, denominator, g)
+    rows, sums = with_strides(q, k, v, grad, out), (logs, denominator, g)
     constants = {**call.modes, "GRADS": call.with_gates}
-    own = (products, states, call.eps)
-    more = with_strides(grads[0])
-    call.launch("query", *given, *more, *rest, *own, **constants)
-    later = q  # not read
+    # this launch writes g of a quotient, which the next ones read
+    call.launch("query", *rows, *with_strides(dq), *sums, products, states, call.eps, **constants)
+    later = q  # not read with one part
     if call.parts > 1:
         later = torch.empty_like(states)
-        rows = with_strides(q, grad, out)
-        call.launch("later", *rows, *rest, later, **constants)
+        call.launch("later", *with_strides(q, grad, out), *sums, later, **constants)
         call.scan(later, whole, reverse=True)
-    own, more = (products, later), with_strides(*grads[1:])
-    call.launch("key", *given, *more, *rest, *own, **constants)
+    call.launch("key", *rows, *with_strides(dk, dv), *sums, products, later, **constants)
     if not call.with_gates:
         return *grads, None
-    across = q  # not read
+    across = q  # not read with one part
     if call.parts > 1:
         across = F.pad((states[:, 1:] * later[:, :-1]).sum(-1), (0, 1))
     grid, starts = (call.sequences, call.parts), call.modes["STARTS"]
@@ -304,13 +302,13 @@ def _logarithms_kernel(gate_ptr, gb, gh, gt, log_ptr, T, H):
     """Write the sums of logarithms up to each token of a block (L, N, 2, BLOCK): the exact part,
     and the rest. Program 1 is the block."""
     sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.arange(0, BLOCK)
-    t = block * BLOCK + place
+    row = tl.arange(0, BLOCK)
+    t = block * BLOCK + row
     at = head(gate_ptr, sequence, H, gb, gh) + t.to(tl.int64) * gt
     log = tl.load(at, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
     log = tl.maximum(log, LOWEST)
     step = tl.ceil(log * GRID) / GRID
-    log_ptr += (sequence * tl.num_programs(1) + block) * 2 * BLOCK + place
+    log_ptr += (sequence * tl.num_programs(1) + block) * 2 * BLOCK + row
     tl.store(log_ptr, tl.cumsum(step, 0))
     tl.store(log_ptr + BLOCK, tl.cumsum(log - step, 0))
 
@@ -326,14 +324,15 @@ def _factors(log_ptr, first, C: tl.constexpr, DECAYS: tl.constexpr):
     coarse, fine = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     into, out_of, whole = coarse + 1.0, coarse + 1.0, 1.0
     if DECAYS:
-        place, own = first % BLOCK, tl.arange(0, C)
-        log_ptr += tl.multiple_of(first // BLOCK * (2 * BLOCK) + place, C)
-        coarse, fine = tl.load(log_ptr + own), tl.load(log_ptr + BLOCK + own)
+        row = tl.arange(0, C)
+        before_tile = first % BLOCK  # tokens of the block before this tile
+        log_ptr += tl.multiple_of(first // BLOCK * (2 * BLOCK) + before_tile, C)
+        coarse, fine = tl.load(log_ptr + row), tl.load(log_ptr + BLOCK + row)
         last, rest = tl.load(log_ptr + C - 1), tl.load(log_ptr + BLOCK + C - 1)
         before, more = 0.0, 0.0
         if C < BLOCK:
-            before = tl.load(log_ptr - 1, mask=place > 0, other=0.0)
-            more = tl.load(log_ptr + BLOCK - 1, mask=place > 0, other=0.0)
+            before = tl.load(log_ptr - 1, mask=before_tile > 0, other=0.0)
+            more = tl.load(log_ptr + BLOCK - 1, mask=before_tile > 0, other=0.0)
         into = tl.exp2((coarse - before) + (fine - more))
         out_of = tl.exp2((last - coarse) + (rest - fine))
         whole = tl.exp2((last - before) + (rest - more))
@@ -370,15 +369,13 @@ def _visible(x, coarse, fine, BY_KEY: tl.constexpr, DECAYS: tl.constexpr, C: tl.
 
 
 @triton.jit
-def _added(
-    state, a, b, factor, whole, WEIGHTED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr
-):
+def _added(state, a, b, factor, whole, WEIGHTED: tl.constexpr, EXACT: tl.constexpr):
     """Return state * whole + a^T (b * factor)."""
     if WEIGHTED:
         b = b.to(tl.float32) * factor[:, None]
-        state = outer(a, b, state * whole, EXACT, PRECISION)
+        state = outer(a, b, state * whole, EXACT)
     else:
-        state = tl.dot(tl.trans(a), b, state, input_precision=PRECISION)
+        state = tl.dot(tl.trans(a), b, state)
     return state
 
 
@@ -423,7 +420,7 @@ def _gradient_of_denominators(den_ptr, g_ptr, first, T, dq, q, pairs, f, eps, C:
 def _sums_kernel(
     k_ptr, kb, kh, kt, v_ptr, vb, vh, vt, log_ptr, state_ptr, whole_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+    BE: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of every part (L, N, D E + D), and its decay (L, N)."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -434,8 +431,8 @@ def _sums_kernel(
         first = i * C
         k, v = load(k_ptr, first, kt, T, C, D, BD), load(v_ptr, first, vt, T, C, E, BE)
         _, _, _, out_of, whole = _factors(log_ptr, first, C, DECAYS)
-        state = _added(state, k, v, out_of, whole, DECAYS, True, PRECISION)
-        keys = keys * whole + column_sums(k, out_of, DECAYS, PRECISION)
+        state = _added(state, k, v, out_of, whole, DECAYS, True)
+        keys = keys * whole + column_sums(k, out_of, DECAYS)
         decay = decay * whole
     row = sequence * tl.num_programs(1) + part
     store_state(state_ptr, state, keys, row, D, E, BD, BE)
@@ -453,9 +450,9 @@ def _scan_kernel(
     for i in range(N):
         row = sequence * N + (N - 1 - i if REVERSE else i)
         at = sum_ptr + row * SIZE + column
-        own = tl.load(at, mask=column < SIZE, other=0.0)
+        part_sums = tl.load(at, mask=column < SIZE, other=0.0)
         tl.store(at, total, mask=column < SIZE)
-        total = total * tl.load(whole_ptr + row) + own
+        total = total * tl.load(whole_ptr + row) + part_sums
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -464,7 +461,7 @@ def _forward_kernel(
     log_ptr, den_ptr, state_ptr, eps, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
-    STARTS: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS: tl.constexpr,
 ):  # fmt: skip
     """Write the results (B, H, T, E) and, with KEYS, the denominators (L, T) or, with DIVIDE, their
     inverses."""
@@ -481,19 +478,19 @@ def _forward_kernel(
         v = load(v_ptr, first, vt, T, C, E, BE)
         coarse, fine, into, out_of, whole = _factors(log_ptr, first, C, DECAYS)
         high, low, scale = parts(state, q.dtype, KEYS)
-        out = times(q, high, low, scale, PRECISION, KEYS) * into[:, None]
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        out = times(q, high, low, scale, KEYS) * into[:, None]
+        scores = tl.dot(q, tl.trans(k))
         scores = _visible(scores, coarse, fine, False, DECAYS, C)
-        out += product(scores, v, PRECISION)
+        out += product(scores, v)
         if KEYS:
-            den = row_products(q, keys, PRECISION) * into + tl.sum(scores, 1)
+            den = row_products(q, keys) * into + tl.sum(scores, 1)
             if DIVIDE:
                 den = 1.0 / tl.maximum(den, eps)
                 out = saturated(out * den[:, None], v.dtype)
             tl.store(den_ptr + t, den, mask=t < T)
-            keys = keys * whole + column_sums(k, out_of, DECAYS, PRECISION)
+            keys = keys * whole + column_sums(k, out_of, DECAYS)
         store(o_ptr, out, first, ot, T, C, E, BE)
-        state = _added(state, k, v, out_of, whole, DECAYS, True, PRECISION)
+        state = _added(state, k, v, out_of, whole, DECAYS, True)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -502,7 +499,7 @@ def _query_kernel(
     ot, dq_ptr, dqb, dqh, dqt, log_ptr, den_ptr, g_ptr, product_ptr, state_ptr, eps, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
-    STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS: tl.constexpr, GRADS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of q, g of a quotient (see ``_incoming``) and, with GRADS, the product of
     q with the part of its gradient through the state (L, T). The state is transposed."""
@@ -525,22 +522,22 @@ def _query_kernel(
         )  # fmt: skip
         coarse, fine, into, out_of, whole = _factors(log_ptr, first, C, DECAYS)
         high, low, scale = parts(state, k.dtype, KEYS or GRADS)
-        dq = times(go, high, low, scale, PRECISION, KEYS or GRADS) * into[:, None]
-        p = tl.dot(go, tl.trans(v), input_precision=PRECISION)
+        dq = times(go, high, low, scale, KEYS or GRADS) * into[:, None]
+        p = tl.dot(go, tl.trans(v))
         if DIVIDE:
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = tl.dot(q, tl.trans(k))
             pairs = _visible(scores * p, coarse, fine, False, DECAYS, C)
             g = _gradient_of_denominators(den_ptr, g_ptr, first, T, dq, q, pairs, f, eps, C)
         if KEYS:
-            dq += outer_product(g * into, keys, k.dtype, PRECISION)
+            dq += outer_product(g * into, keys, k.dtype)
             p += g[:, None]
-            keys = keys * whole + column_sums(k, out_of, DECAYS, PRECISION)
+            keys = keys * whole + column_sums(k, out_of, DECAYS)
         if GRADS:
             t = first + tl.arange(0, C)
             tl.store(product_ptr + t, tl.sum(q.to(tl.float32) * dq, 1) * f, mask=t < T)
-        dq += product(_visible(p, coarse, fine, False, DECAYS, C), k, PRECISION)
+        dq += product(_visible(p, coarse, fine, False, DECAYS, C), k)
         store(dq_ptr, dq * f[:, None], first, dqt, T, C, D, BD)
-        state = _added(state, v, k, out_of, whole, DECAYS, True, PRECISION)
+        state = _added(state, v, k, out_of, whole, DECAYS, True)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -549,7 +546,7 @@ def _later_kernel(
     g_ptr, sum_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
-    STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS: tl.constexpr, GRADS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the state before every part that come from the queries in it."""
     sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -564,9 +561,9 @@ def _later_kernel(
         go, g, f = _incoming(go_ptr, got, o_ptr, ot, den_ptr, g_ptr, first, T, q.dtype, C, E, BE,
                              KEYS, DIVIDE)  # fmt: skip
         _, _, into, _, whole = _factors(log_ptr, first, C, DECAYS)
-        state = _added(state, q, go, f * into, whole, True, GRADS, PRECISION)
+        state = _added(state, q, go, f * into, whole, True, GRADS)
         if KEYS:
-            keys = keys * whole + column_sums(q, f * into * g, True, PRECISION)
+            keys = keys * whole + column_sums(q, f * into * g, True)
     row = sequence * tl.num_programs(1) + part
     store_state(sum_ptr, state, keys, row, D, E, BD, BE)
 
@@ -574,7 +571,7 @@ def _later_kernel(
 @triton.jit
 def _with_queries(
     state, keys, q, rows, unit, go, f, g, into, whole, KEYS: tl.constexpr, DECAYS: tl.constexpr,
-    GRADS: tl.constexpr, PRECISION: tl.constexpr,
+    GRADS: tl.constexpr,
 ):  # fmt: skip
     """Return the gradients of the sums (BE, BD) and of the keys' sum (BD,) with those of a tile.
 
@@ -582,11 +579,11 @@ def _with_queries(
     """
     if DECAYS:
         rows, unit, g = q, 1.0, f * into * g
-        state = _added(state, go, q, f * into, whole, True, GRADS, PRECISION)
+        state = _added(state, go, q, f * into, whole, True, GRADS)
     else:
-        state += tl.dot(tl.trans(go), rows, input_precision=PRECISION) * unit
+        state += tl.dot(tl.trans(go), rows) * unit
     if KEYS:
-        keys = keys * whole + column_sums(rows, g, True, PRECISION) * unit
+        keys = keys * whole + column_sums(rows, g, True) * unit
     return state, keys
 
 
@@ -597,9 +594,9 @@ def _subtract_keys(product_ptr, first, T, k, dk, pairs, C: tl.constexpr):
     dk: the gradient of k through the state. pairs: score times its gradient, keys by queries.
     """
     t = first + tl.arange(0, C)
-    own = tl.load(product_ptr + t, mask=t < T, other=0.0)
-    own += tl.sum(pairs, 0) - tl.sum(pairs, 1) - tl.sum(k.to(tl.float32) * dk, 1)
-    tl.store(product_ptr + t, own, mask=t < T)
+    products = tl.load(product_ptr + t, mask=t < T, other=0.0)
+    products += tl.sum(pairs, 0) - tl.sum(pairs, 1) - tl.sum(k.to(tl.float32) * dk, 1)
+    tl.store(product_ptr + t, products, mask=t < T)
 
 
 @triton.jit(do_not_specialize=["T", "span"])
@@ -614,10 +611,10 @@ def _gates_kernel(product_ptr, across_ptr, T, span, STARTS: tl.constexpr, BLOCK:
         total = tl.load(across_ptr + sequence * tl.num_programs(1) + part)
     for last in range(end, start, -BLOCK):
         t = last - 1 - tl.arange(0, BLOCK)
-        own = tl.load(product_ptr + t, mask=t >= start, other=0.0)
-        found = tl.where(t > 0, total + tl.cumsum(own, 0), 0.0)
-        tl.store(product_ptr + t, found, mask=t >= start)
-        total += tl.sum(own, 0)
+        products = tl.load(product_ptr + t, mask=t >= start, other=0.0)
+        of_gates = tl.where(t > 0, total + tl.cumsum(products, 0), 0.0)
+        tl.store(product_ptr + t, of_gates, mask=t >= start)
+        total += tl.sum(products, 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -627,7 +624,7 @@ def _key_kernel(
     state_ptr, T, H, each,
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     DECAYS: tl.constexpr, KEYS: tl.constexpr, DIVIDE: tl.constexpr,
-    STARTS: tl.constexpr, GRADS: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS: tl.constexpr, GRADS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of k and v and, with GRADS, subtract k . dk from the products (L, T).
     The state is that of the sums, transposed."""
@@ -651,21 +648,21 @@ def _key_kernel(
                              KEYS, DIVIDE)  # fmt: skip
         coarse, fine, into, out_of, whole = _factors(log_ptr, first, C, DECAYS)
         rows, rest, unit = parts(q.to(tl.float32) * f[:, None], k.dtype, GRADS)
-        scores = times(k, tl.trans(rows), tl.trans(rest), unit, PRECISION, GRADS)
+        scores = times(k, tl.trans(rows), tl.trans(rest), unit, GRADS)
         scores = _visible(scores, coarse, fine, True, DECAYS, C)
         high, low, scale = parts(state, k.dtype, exact)
-        dv = times(k, tl.trans(high), tl.trans(low), scale, PRECISION, exact) * out_of[:, None]
-        store(dv_ptr, dv + product(scores, go, PRECISION), first, dvt, T, C, E, BE)
-        dk = times(v, high, low, scale, PRECISION, exact)
-        p = tl.dot(v, tl.trans(go), input_precision=PRECISION)
+        dv = times(k, tl.trans(high), tl.trans(low), scale, exact) * out_of[:, None]
+        store(dv_ptr, dv + product(scores, go), first, dvt, T, C, E, BE)
+        dk = times(v, high, low, scale, exact)
+        p = tl.dot(v, tl.trans(go))
         if KEYS:
-            dk += repeated(keys, C, k.dtype, PRECISION)
-            p += repeated(g, C, k.dtype, PRECISION)
+            dk += repeated(keys, C, k.dtype)
+            p += repeated(g, C, k.dtype)
         dk *= out_of[:, None]
         if GRADS:
             _subtract_keys(product_ptr, first, T, k, dk, scores * p, C)
-        dk += product(_visible(p, coarse, fine, True, DECAYS, C), rows, PRECISION) * unit
+        dk += product(_visible(p, coarse, fine, True, DECAYS, C), rows) * unit
         store(dk_ptr, dk, first, dkt, T, C, D, BD)
         state, keys = _with_queries(
-            state, keys, q, rows, unit, go, f, g, into, whole, KEYS, DECAYS, GRADS, PRECISION
+            state, keys, q, rows, unit, go, f, g, into, whole, KEYS, DECAYS, GRADS
         )

@@ -1,0 +1,50 @@
+"""What a run file says of the process that wrote it: commit, versions, hardware and kernels."""
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lrpe_fairseq.experiments.records import fairseq_log
+from lrpe_fairseq.experiments.records.files import commit
+
+
+def environment(logs: Iterable[Path] = ()) -> dict[str, Any]:
+    """Return the fields ``commit``, ``versions``, ``hardware`` and ``kernels`` of this process.
+
+    logs: of its children. ``kernels`` says which kernels computed their attention, and its own.
+    """
+    from torch import cuda  # slow to import
+
+    from lrpe_fairseq.kernels import loader
+
+    served: dict[str, list[str]] = {}
+    for by_operation in (loader.SERVED, *map(fairseq_log.served, logs)):
+        for operation, kernels in by_operation.items():
+            served[operation] = sorted({*served.get(operation, ()), *kernels})
+
+    packages = {"torch": "torch", "numpy": "numpy", "fairseq": "fairseq-fixed"}
+    versions = {name: _version(distribution) for name, distribution in packages.items()}
+    gpus = [cuda.get_device_name(index) for index in range(cuda.device_count())]
+    return {
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
+        "kernels": {**loader.kernels_in_use(), "served": served},
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    match = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

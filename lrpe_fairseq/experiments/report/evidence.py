@@ -1,0 +1,368 @@
+"""Questions over several tables: LRPE against RoPE, budgets, and agreement with the papers.
+
+What a table lacks is left out, so the sections grow with the runs.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lrpe_fairseq.experiments.records.keys import sizes
+from lrpe_fairseq.experiments.report import markdown, orders
+from lrpe_fairseq.experiments.report.columns import ColumnView, difference
+from lrpe_fairseq.experiments.report.results import Results
+
+# --- LRPE against RoPE ---------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a pair was measured.
+
+    name: of the scale, for readers. columns: key of the column at the training length, and at 4 and
+    16 times that, without the attention; empty where there is none. pairs: attention, normalizer,
+    row of LRPE, row of RoPE.
+    """
+
+    name: str
+    table: str
+    scale: str
+    columns: tuple[str, str, str]
+    pairs: tuple[tuple[str, str, str, str], ...]
+
+
+ROTATED = ("linear", "rotated", "Type2", "RoPE")
+CONTENT = ("linear", "content", "Type2, content", "RoPE, content")
+LAYERNORM = ("linear", "layernorm", "Type2-LN", "RoPE-LN")
+BARE = ("linear", "none", "Type2, none", "RoPE, none")
+SOFTMAX = ("softmax", "", "Type2", "RoPE")
+FLOORED = ("linear", "rotated", "Type2, floor", "RoPE, floor")
+FLOORED_CONTENT = ("linear", "content", "Type2, content, floor", "RoPE, content, floor")
+FLOORED_LAYERNORM = ("linear", "layernorm", "Type2-LN, floor", "RoPE-LN, floor")
+FLOORED_SOFTMAX = ("softmax", "", "Type2, floor", "RoPE, floor")
+PLACES = (
+    Place(
+        "WikiText-2, 1,800 updates",
+        "extrapolation",
+        "small",
+        ("blocks-128", "paired-512", "paired-2048"),
+        (SOFTMAX, ROTATED, CONTENT, LAYERNORM, BARE),
+    ),
+    Place(
+        "WikiText-2, 1,800 updates, `angle-floor turn`",
+        "angles",
+        "small",
+        ("paired-128", "paired-512", "paired-2048"),
+        (FLOORED_SOFTMAX, FLOORED, FLOORED_CONTENT, FLOORED_LAYERNORM),
+    ),
+    Place(
+        "WikiText-2, 1,800 updates, sinusoidal positions too",
+        "table2",
+        "small",
+        ("test", "", ""),
+        (SOFTMAX, ROTATED),
+    ),
+    Place(
+        "WikiText-2, 16,200 updates, sinusoidal positions too",
+        "budget",
+        "annealed",
+        ("16200", "", ""),
+        (SOFTMAX, ROTATED),
+    ),
+    Place(
+        "WikiText-2, 16,200 updates, `angle-floor turn`",
+        "angles",
+        "long",
+        ("paired-128", "paired-512", "paired-2048"),
+        (FLOORED,),
+    ),
+    Place(
+        "WikiText-2, 16,200 updates",
+        "contrast",
+        "long",
+        ("blocks-128", "paired-512", "paired-2048"),
+        (SOFTMAX, LAYERNORM),
+    ),
+    Place(
+        "medium: books, 20 M tokens",
+        "medium",
+        "medium",
+        ("test", "paired-2048", "paired-8192"),
+        (SOFTMAX, LAYERNORM),
+    ),
+    Place(
+        "books: 6 x 512, 49 M tokens",
+        "books",
+        "books",
+        ("test", "paired-2048", "paired-8192"),
+        (SOFTMAX, ROTATED, CONTENT, LAYERNORM),
+    ),
+)
+"""Where LRPE and RoPE were trained alike."""
+
+
+def lrpe_against_rope(results: Results) -> str:
+    """Return a table of the differences in perplexity, with intervals and verdicts.
+
+    Below it stands which pairs were not trained.
+    """
+    head = ["scale", "attention", "seeds", "n-grams", "training length", "4 times", "16 times"]
+    rows, missing = [], []
+    for place in PLACES:
+        pairs = {_attention(pair): _of_pair(results, place, pair) for pair in place.pairs}
+        rows += [row for row in pairs.values() if row]
+        if lacking := [name for name, row in pairs.items() if not row]:
+            missing.append(f"{place.name}: {'; '.join(lacking)}.")
+    text = markdown.table(head, rows)
+    if not missing:
+        return text
+    return "\n".join([text, "", "Not trained:", "", *(f"- {words}" for words in missing)])
+
+
+def _of_pair(results: Results, place: Place, pair: tuple[str, str, str, str]) -> list[str]:
+    """Return the line of a pair at a place; empty without its runs."""
+    attention, _, ours, other = pair
+    views = [column_of(results, place, attention, key) for key in place.columns]
+    first = views[0]
+    if first is None or not {ours, other} <= set(first.ranked()):
+        return []
+    seeds = str(len(first.cells[ours].keys() & first.cells[other].keys()))
+    link = f"[{place.name}](../results/{place.table}.md)"
+    cells = [view.versus(ours, other) if view else "" for view in views]
+    return [link, _attention(pair), seeds, learned(first, [ours, other]), *cells]
+
+
+def _attention(pair: tuple[str, str, str, str]) -> str:
+    """Return the attention type and the normalizer of a pair."""
+    attention, normalizer, _, _ = pair
+    return f"{attention}, {normalizer}" if normalizer else attention
+
+
+def column_of(results: Results, place: Place, attention: str, key: str) -> ColumnView | None:
+    """Return a column of a place; None if the table lacks it or has no runs."""
+    if not key:
+        return None
+    try:
+        return results.column(place.table, f"{attention}-{key}", place.scale)
+    except (KeyError, ValueError):
+        return None
+
+
+def learned(view: ColumnView, rows: Sequence[str]) -> str:
+    """Return whether the better of some rows has a lower perplexity than n-grams, with both."""
+    if not view.yardstick:
+        return "–"
+    best = min(view.mean(row) for row in rows)
+    ngrams = view.yardstick["ppl"]
+    word = "better" if best < ngrams else "no better"
+    return f"{word}, {best:.1f} against {ngrams:.1f}"
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+def of_ngrams(views: Sequence[ColumnView]) -> str:
+    """Say whether the best rows of columns are better than n-grams; empty without n-grams."""
+    known = [view for view in views if view.yardstick and view.ranked()]
+    if not known:
+        return ""
+    value = known[0].yardstick["ppl"]
+    best = min(view.mean(view.ranked()[0]) for view in known)
+    order = f"{known[0].yardstick['order']:.0f}-grams (modified Kneser-Ney)"
+    cache = f"{known[0].yardstick['cache-ppl']:.1f} with a cache of the context"
+    both = f"the best has a perplexity of {best:.1f}, the n-grams have {value:.1f} ({cache})"
+    if any(view.beats_ngrams for view in known):
+        return f"Compared with {order} of as many tokens, {both}."
+    return (
+        f"No language model among them is better than {order} of as many tokens: {both}. So their "
+        "orders are orders of learning n-grams."
+    )
+
+
+def unbeaten(view: ColumnView) -> str:
+    """Return the rows that no row of a column is better than."""
+    return markdown.listed([f"`{method_of(view, row)}` {view.short(row)}" for row in view.unbeaten])
+
+
+def method_of(view: ColumnView, row: str) -> str:
+    """Return the encoding of a row, without its options."""
+    return view.names[row].partition(", ")[0]
+
+
+def best_of(view: ColumnView) -> str:
+    """Return the unbeaten rows of a column as a sentence, or its span for one seed."""
+    rows = view.ranked()
+    if view.is_open:
+        return f"One seed: {view.named(rows[0])} to {view.named(rows[-1])}, no verdicts."
+    return f"No row is better than {unbeaten(view)}."
+
+
+def most_gained(results: Results) -> str:
+    """Return the most that distances beyond training are worth at 2,048 tokens, in nats."""
+    views = [results.column("extrapolation", f"{kind}-beyond") for kind in ("linear", "softmax")]
+    return f"{max(view.mean(row) for view in views for row in view.ranked()):.3f}"
+
+
+# --- the ladder ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rung:
+    """The difference of a row from RoPE at one budget.
+
+    tokens: of training. size: of the model, layers x width. gap, half: of the difference of
+    log perplexities, half infinite for one seed. text: the difference for readers.
+    """
+
+    tokens: int
+    size: str
+    gap: float
+    half: float
+    text: str
+
+
+LADDERS = (
+    (
+        "WikiText-2 in blocks of 256, validation, with sinusoidal positions",
+        (
+            ("budget", "annealed", "{attention}-1800", "3 x 128"),
+            ("budget", "annealed", "{attention}-5400", "3 x 128"),
+            ("budget", "annealed", "{attention}-16200", "3 x 128"),
+        ),
+    ),
+    (
+        "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions",
+        (
+            ("extrapolation", "small", "{attention}-blocks-128", "3 x 128"),
+            ("contrast", "long", "{attention}-blocks-128", "3 x 128"),
+            ("medium", "medium", "{attention}-test-10m", "4 x 192"),
+            ("medium", "medium", "{attention}-test", "4 x 192"),
+            ("books", "books", "{attention}-test", "6 x 512"),
+        ),
+    ),
+)
+"""Title; table, scale, column and model size, in ascending order of training tokens."""
+RUNGS = 3
+"""The smallest number of budgets of a row in a ladder."""
+
+
+def ladder(results: Results) -> list[tuple[str, str]]:
+    """Return title and table of every ladder with a row that has enough budgets."""
+    ladders = []
+    for title, columns in LADDERS:
+        rows = [row for kind in ("linear", "softmax") for row in _climbs(results, kind, columns)]
+        if rows:
+            ladders.append((title, _ladder_table(rows)))
+    return ladders
+
+
+def _ladder_table(rows: Sequence[tuple[str, str, list[Rung]]]) -> str:
+    """Return the table of a ladder: a column per budget, empty where a row was not trained."""
+    budgets = sorted({(rung.tokens, rung.size) for _, _, rungs in rows for rung in rungs})
+    titles = [f"{tokens / 1e6:.1f} M tokens, {size}" for tokens, size in budgets]
+    lines = []
+    for attention, name, rungs in rows:
+        texts = {(rung.tokens, rung.size): rung.text for rung in rungs}
+        cells = [texts.get(budget, "") for budget in budgets]
+        lines.append([attention, f"`{name}`", *cells, may_turn(rungs)])
+    return markdown.table(["attention", "method", *titles, "may turn within ten times"], lines)
+
+
+def _climbs(
+    results: Results, attention: str, columns: Sequence[tuple[str, str, str, str]]
+) -> Iterator[tuple[str, str, list[Rung]]]:
+    """Yield attention, method and rungs of every row with enough of them."""
+    rungs: dict[str, list[Rung]] = {}
+    for table, scale, key, size in columns:
+        place = Place("", table, scale, ("", "", ""), ())
+        view = column_of(results, place, attention, key.partition("{attention}-")[2])
+        for name, rung in _rungs(results, view, size) if view else ():
+            rungs.setdefault(name, []).append(rung)
+    for name, climbed in rungs.items():
+        if len(climbed) >= RUNGS:
+            yield attention, name, climbed
+
+
+def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str, Rung]]:
+    """Yield the name and the rung of every row beside the RoPE of the same normalizer."""
+    by_name = {view.names[row]: row for row in view.ranked()}
+    for name, row in by_name.items():
+        base = by_name.get(_rope_of(name))
+        if base is None or base == row:
+            continue
+        verdict = view.verdict(row, base)
+        gap = math.log(view.mean(row) / view.mean(base))
+        half = view.measurement.interval(view.identity(row), view.identity(base)).half
+        run = results.runs[next(iter(view.runs[row].values()))]
+        tokens = (
+            run["config"]["optimization.max_update"] * sizes(run["config"], "dataset.max_tokens")[0]
+        )
+        text = f"{100 * math.expm1(gap):+.1f} %"
+        if verdict.known:
+            text = difference(verdict, view.kind)
+        yield name, Rung(int(tokens), size, gap, half, text)
+
+
+NORMALIZERS = ("layernorm", "content", "none")
+
+
+def _rope_of(name: str) -> str:
+    """Return the name of the row of RoPE with the normalizer of a row.
+
+    >>> _rope_of("lrpe-type2, layernorm"), _rope_of("fox, fox-bias 3.0")
+    ('rope, layernorm', 'rope')
+    """
+    normalizer = [word for word in name.split(", ")[1:] if word in NORMALIZERS]
+    return ", ".join(["rope", *normalizer])
+
+
+def may_turn(rungs: Sequence[Rung]) -> str:
+    """Return "yes" unless the sign of a difference is sure to stay for ten times the tokens.
+
+    The line through the first and the last rung, over the logarithm of the tokens, is prolonged by
+    a decade. The sign stays if both the last difference and the prolonged one have intervals that
+    lie on one side of zero. A rung of one seed has no interval.
+    """
+    first, last = rungs[0], rungs[-1]
+    if not math.isfinite(first.half + last.half):
+        return "yes (one seed)"
+    decades = math.log10(last.tokens / first.tokens)
+    gap = last.gap + (last.gap - first.gap) / decades
+    half = math.hypot(last.half * (1 + 1 / decades), first.half / decades)
+    sure = abs(last.gap) > last.half and abs(gap) > half and (gap > 0) == (last.gap > 0)
+    return "no" if sure else "yes"
+
+
+# --- agreement with the papers -------------------------------------------------------------------
+
+AGREEMENT = (
+    ("1,800 updates", "table2", "small", "valid"),
+    ("1,800 updates, annealed", "table2", "annealed", "valid"),
+    ("16,200 updates", "budget", "annealed", "16200"),
+    ("medium: books, 20 M tokens", "medium", "medium", "test"),
+    ("Table 2 on books", "table2", "books", "valid"),
+)
+"""Name, table, scale and column, without the attention, of the rows of the LRPE paper's Table 2."""
+
+
+def agreement(results: Results) -> str:
+    """Return a table of the rank correlations with the published Table 2."""
+    rows = []
+    for name, table, scale, key in AGREEMENT:
+        for attention in ("linear", "softmax"):
+            view = column_of(results, Place("", table, scale, ("", "", ""), ()), attention, key)
+            rows.append([name, attention, *_agreement_of(view)])
+    return markdown.table(["training", "attention", "rows", "rank correlation"], rows)
+
+
+def _agreement_of(view: ColumnView | None) -> tuple[str, str]:
+    """Return how many rows a column shares with its paper, and their rank correlation as text."""
+    rows = [row for row in view.ranked() if row in view.paper] if view else []
+    if view is None or not rows:
+        return "0", "not trained"
+    ours = [view.mean(row) for row in rows]
+    correlation = orders.correlation(ours, [view.paper[row] for row in rows])
+    if correlation is None:
+        return str(len(rows)), "fewer than ten rows"
+    interval = f"[{correlation.low:.2f}, {correlation.high:.2f}]"
+    return str(len(rows)), f"{correlation.value:.2f} {interval}"

@@ -1,0 +1,258 @@
+"""N-grams beside columns, and the questions over several tables."""
+
+import math
+
+import pytest
+import yaml
+
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
+from lrpe_fairseq.experiments.records.tables import load_tables
+from lrpe_fairseq.experiments.report import evidence, pages, selection
+from lrpe_fairseq.experiments.report.evidence import Rung
+from lrpe_fairseq.experiments.report.results import Results, results_of
+from tests.report.test_columns import LAYERNORM, MEANS, TABLE, checkout, measured, save
+from tests.test_results import make_run
+
+CONFIG = {
+    "model._name": "lrpe_lm",
+    "optimization.max_update": 10,
+    "dataset.max_tokens": 100,
+    "task.tokens_per_sample": 8,
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The small checkout, whose models are language models that have read 1,000 tokens."""
+    checkout(tmp_path)
+    for place, (encoding, value) in enumerate(MEANS.items()):
+        for seed in (1, 2, 3):
+            found = measured(value + 0.1 * ((seed + place) % 3), seed)
+            config = {**CONFIG, **(LAYERNORM if encoding == "permuteformer" else {})}
+            run = make_run(position_encoding=encoding, seed=seed, metrics=found, config=config)
+            write_run(tmp_path / "results" / "runs" / "demo" / f"{encoding}-{seed}.json", run)
+    return tmp_path
+
+
+def ngrams(root, ppl, tokens=1000, corpus=5000, **changes):
+    """Write the run file of n-grams on ``tokens`` of a corpus."""
+    numbers = {"ppl": ppl, "cache-ppl": ppl - 5, "order": 6, "cache-window": 8, "tokens": 50_000}
+    config = {"ngrams.tokens": tokens, "ngrams.corpus": corpus, "task.tokens_per_sample": 8}
+    run = make_run(experiment="ngrams", metrics={"valid": {"blocks": numbers}}, config=config)
+    path = root / "results" / "runs" / "ngrams" / f"n{tokens}.json"
+    write_run(path, {**run, **changes})
+
+
+def text(root):
+    results_of.cache_clear()
+    return " ".join(pages.pages(root)["results/demo.md"].split())
+
+
+def test_a_column_of_a_language_model_has_n_grams_of_as_many_tokens(root):
+    ngrams(root, 45.0)
+    ngrams(root, 30.0, tokens=5000)
+    view = Results(root).column("demo", "ppl")
+    assert view.yardstick == {"ppl": 45.0, "cache-ppl": 40.0, "order": 6, "cache-window": 8}
+    assert Results(root).column("demo", "acc").yardstick == {}
+
+
+def test_a_model_that_has_read_a_text_more_than_once_has_n_grams_of_the_whole_text(root):
+    ngrams(root, 45.0, tokens=700, corpus=700)
+    assert Results(root).column("demo", "ppl").yardstick["ppl"] == 45.0
+
+
+def test_a_page_says_where_no_row_is_better_than_n_grams(root):
+    names = "6-grams, modified Kneser-Ney | {} | | |"
+    assert "N-grams" not in text(root)
+    ngrams(root, 39.0)
+    found = text(root)
+    assert "**N-grams.** No row is better than 6-grams of as many training tokens" in found
+    assert "training tokens (39.00): its order is one of learning n-grams." in found
+    assert f"| {names.format('39.00')}" in found
+    assert "| the same with a cache of the context | 34.00 | | |" in found
+    ngrams(root, 41.0)
+    found = text(root)
+    assert "**N-grams.**" not in found
+    assert f"| {names.format('41.00')}" in found
+
+
+def test_models_that_have_learned_and_fail_elsewhere_have_no_order_of_learning_n_grams(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    column = "  - {key: far, title: far, attention: linear, split: valid, protocol: blocks-64,"
+    changed = TABLE.replace("headline: [ppl, acc]", f"{column} metric: ppl}}\nheadline: [ppl, far]")
+    path.write_text(changed)
+    for run in (root / "results" / "runs" / "demo").glob("*-?.json"):
+        found = read_run(run)
+        near = found["metrics"]["valid"]["blocks"]
+        far = {"ppl": 2 * near["ppl"], "loss": near["loss"] + 1, "tokens": near["tokens"]}
+        protocol = {"blocks": "Blocks.", "blocks-64": "Longer blocks."}
+        write_run(run, {**found, "metrics": {"valid": {"blocks": near, "blocks-64": far}},
+                        "protocol": protocol})  # fmt: skip
+    ngrams(root, 41.0)
+    path = root / "results" / "runs" / "ngrams" / "n1000.json"
+    known = read_run(path)
+    both = dict.fromkeys(("blocks", "blocks-64"), known["metrics"]["valid"]["blocks"])
+    described = dict.fromkeys(both, "One.")
+    write_run(path, {**known, "metrics": {"valid": both}, "protocol": described})
+    found = text(root)
+    assert "No row in `far` is better than 6-grams of as many training tokens (41.00)." in found
+    assert "of learning n-grams" not in found
+
+
+def test_n_grams_of_another_test_set_are_refused(root):
+    for run in (root / "results" / "runs" / "demo").glob("*.json"):
+        if not run.name.startswith("base"):
+            run.unlink()
+    found = measured(50.0, 1)
+    save(root, "rope", 1, found)
+    run = make_run(position_encoding="rope", seed=1, metrics=found, config=CONFIG)
+    write_run(root / "results/runs/demo/rope-1.json", {**run, "data": {"valid": "a" * 64}})
+    ngrams(root, 45.0, data={"valid": "b" * 64})
+    with pytest.raises(ValueError, match="was evaluated on another split valid than its n-grams"):
+        Results(root).column("demo", "ppl")
+
+
+def test_other_models_have_no_n_grams(root):
+    ngrams(root, 45.0)
+    for encoding in MEANS:
+        for seed in (1, 2, 3):
+            found = measured(50.0, seed)
+            config = {**CONFIG, "model._name": "lrpe_roberta"}
+            run = make_run(position_encoding=encoding, seed=seed, metrics=found, config=config)
+            write_run(root / "results" / "runs" / "demo" / f"{encoding}-{seed}.json", run)
+    assert Results(root).column("demo", "ppl").yardstick == {}
+
+
+# --- ladders -------------------------------------------------------------------------------------
+
+
+def rungs(*gaps, half=0.01):
+    return [Rung(10**n, "", gap, half, "") for n, gap in enumerate(gaps)]
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (rungs(-0.2, -0.2, -0.2), "no"),
+        (rungs(-0.1, -0.15, -0.2), "no"),
+        (rungs(-0.3, -0.2, -0.1), "yes"),  # on the way to zero
+        (rungs(-0.2, -0.2, -0.2, half=0.15), "yes"),  # the prolonged interval holds zero
+        (rungs(-0.005, -0.005, -0.005), "yes"),  # the last difference is unresolved
+        (rungs(-0.2, -0.2, -0.2, half=math.inf), "yes (one seed)"),
+    ],
+)
+def test_an_order_may_turn_unless_its_sign_is_sure_for_ten_times_the_tokens(own, said):
+    assert evidence.may_turn(own) == said
+
+
+def test_a_row_is_compared_with_rope_of_its_normalizer():
+    assert evidence._rope_of("lrpe-type2, content") == "rope, content"
+    assert evidence._rope_of("gated:lrpe-type2, layernorm, fox-bias 3.0") == "rope, layernorm"
+    assert evidence._rope_of("none, sinusoidal") == "rope"
+
+
+def test_the_places_of_lrpe_against_rope_exist():
+    tables = {table.name: table for table in load_tables(ROOT / "configs" / "tables")}
+    for place in evidence.PLACES:
+        table = tables[place.table].at(place.scale)
+        for attention, _, ours, other in place.pairs:
+            for key in filter(None, place.columns):
+                column = table.column(f"{attention}-{key}")
+                assert table.row(ours).has(column)
+                assert table.row(other).has(column)
+    for _, columns in evidence.LADDERS:
+        for name, scale, key, _ in columns:
+            assert tables[name].at(scale).column(key.format(attention="softmax"))
+
+
+# --- selections ----------------------------------------------------------------------------------
+
+SELECTION = """
+title: Rates
+text: A table.
+experiments: [rates]
+scales: {small: configs/small.yaml}
+seeds: [0]
+compare: columns
+baseline: RoPE
+better: lower
+options: {model.attention_normalizer: rotated, optimization.lr: 0.004}
+columns:
+  - {for: {rate: [0.002, 0.004]}, key: "linear-{rate}", title: "{rate}", attention: linear,
+     split: valid, protocol: blocks, metric: ppl, overrides: {optimization.lr: "{rate}"}}
+rows:
+  - {label: RoPE, encoding: rope, attention: [linear]}
+"""
+
+
+def rate(root, lr, ppl):
+    """Write the run of a rate."""
+    run = make_run(experiment="rates", position_encoding="rope", seed=0, metrics=measured(ppl, 0),
+                   config={"optimization.lr": [lr]})  # fmt: skip
+    write_run(root / "results" / "runs" / "rates" / f"{lr}.json", run)
+
+
+def selected(root, lr=0.004):
+    """Results of a table whose row RoPE has a rate that the table `rates` selects."""
+    path = root / "configs" / "tables" / "demo.yaml"
+    table = yaml.safe_load(TABLE)
+    table["options"]["optimization.lr"] = 0.004
+    table |= {"selected_by": "rates", "selects": ["optimization.lr"]}
+    table["rows"] = [{**row, "overrides": {"optimization.lr": lr}} for row in table["rows"][1:2]]
+    table |= {"baseline": "RoPE", "columns": table["columns"][1:], "headline": ["acc"]}
+    path.write_text(yaml.safe_dump(table))
+    (root / "configs" / "tables" / "rates.yaml").write_text(SELECTION)
+    for path in (root / "results" / "runs" / "demo").glob("*.json"):
+        path.unlink()
+    config = {"optimization.lr": [lr]}
+    run = make_run(position_encoding="rope", seed=1, metrics=measured(50.0, 1), config=config)
+    write_run(root / "results" / "runs" / "demo" / "rope.json", run)
+    return Results(root)
+
+
+def test_a_row_has_the_rate_that_its_selection_has_found(root):
+    rate(root, 0.002, 60.0)
+    rate(root, 0.004, 55.0)
+    results = selected(root)
+    selection.require(results, results.tables["demo"])
+    rate(root, 0.002, 50.0)
+    said = (
+        r"row RoPE of table demo \(linear attention\) has optimization.lr 0.004, but rates finds 0."
+    )
+    results = Results(root)
+    with pytest.raises(ValueError, match=said):
+        selection.require(results, results.tables["demo"])
+    results = selected(root, 0.002)
+    selection.require(results, results.tables["demo"])
+
+
+def test_a_row_that_was_trained_before_its_selection_is_refused(root):
+    rate(root, 0.002, 60.0)
+    results = selected(root)
+    with pytest.raises(ValueError, match="was trained before its selection: run scripts/run_table"):
+        selection.require(results, results.tables["demo"])
+
+
+def test_a_rate_that_diverged_is_not_chosen(root):
+    rate(root, 0.004, 55.0)
+    lost = {"valid": {"blocks": {"diverged": 1}}}
+    run = make_run(experiment="rates", position_encoding="rope", seed=0, metrics=lost,
+                   config={"optimization.lr": [0.002]})  # fmt: skip
+    write_run(root / "results" / "runs" / "rates" / "0.002.json", run)
+    results = selected(root)
+    selection.require(results, results.tables["demo"])
+
+
+@pytest.mark.parametrize("name", ["contrast", "medium"])
+def test_every_row_of_this_repository_with_a_selection_has_candidates(name):
+    results = results_of(ROOT)
+    table = results.tables[name]
+    rates = {0.002, 0.004, 0.008}
+    for row in table.rows:
+        for attention in row.attention:
+            tried = selection.candidates(results, table, row, attention)
+            assert {options[0] for options in tried} == rates
+            gated = name == "contrast" and ("fox" in row.encoding or "gated" in row.encoding)
+            assert len(tried) == (6 if gated else 3)
+            assert selection.chosen(table, {**table.options, **row.overrides}) in tried
