@@ -191,7 +191,7 @@ class ProjectedAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, T, H D) -> (B, H, T, D), of any number of heads."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
     def _for_queries(self, x: Tensor) -> Tensor:
         """Repeat heads of keys or values (B, K, S, D) for their queries, (B, H, S, D)."""
@@ -200,7 +200,7 @@ class ProjectedAttention(nn.Module):
     def _mapped(self, function: Callable[[Tensor], Tensor], x: Tensor, time_first: bool) -> Tensor:
         """Return the heads (B, H, T, D) of a function of the last axis of :func:`stored` x."""
         y = function(x)
-        y = y.view(*y.shape[:2], -1, self.head_dim)
+        y = y.view(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim)  # also of no token
         return y.permute(1, 2, 0, 3) if time_first else y.transpose(1, 2)
 
     def _project(
