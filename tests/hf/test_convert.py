@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 
 import pytest
 
@@ -12,7 +13,17 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from benchmarks.families import LENGTH, MODELS, TEXT, build, difference, smollm2, tokens
+from benchmarks.families import (
+    LENGTH,
+    MODELS,
+    TARGET,
+    TEXT,
+    build,
+    difference,
+    row_of,
+    smollm2,
+    tokens,
+)
 from lrpe_fairseq import hf
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.errors import ChoiceError
@@ -155,6 +166,19 @@ def test_in_half_precision_encodings_stay_in_float32(tmp_path):
     with torch.no_grad():
         found, exact = loaded(tokens()).logits.float(), model(tokens()).logits
     assert (found - exact).abs().max() < 0.2
+
+
+def test_the_page_shows_every_model_with_the_differences_of_today():
+    """Else run ``python -m benchmarks.families --smollm2`` and ``make docs``."""
+    written = json.loads(TARGET.read_text(encoding="utf-8"))
+    rows = {row["model"]: row for row in written["rows"]}
+    assert [*rows] == [*MODELS, "SmolLM2-135M"]
+    for name in MODELS:
+        assert rows[name]["converted"] == MODELS[name].shows
+        assert max(rows[name]["float32"], rows[name]["float64"]) < 5e-6
+    assert rows["SmolLM2-135M"]["float32"] < 1e-3
+    again = row_of("llama")
+    assert again["largest_logit"] == pytest.approx(rows["llama"]["largest_logit"], rel=1e-3)
 
 
 def test_dropout_of_attention_is_that_of_the_model():
