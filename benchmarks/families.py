@@ -100,7 +100,8 @@ MODELS: Mapping[str, Model] = {
     "smollm3": Model(_of("SmolLM3", GROUPED, no_rope_layer_interval=2), "layers without rotation"),
     "olmo": Model(_of("Olmo", GROUPED), "norms without weights outside attention"),
     "gpt_neox": Model(
-        _of("GPTNeoX", SIZES, rotary_pct=0.5), "half of each head turns; fused weights"
+        _of("GPTNeoX", {**SIZES, "num_attention_heads": 2}),
+        "a quarter of each head turns; fused weights",
     ),
     "gpt2": Model(
         _of(
@@ -135,12 +136,15 @@ MODELS: Mapping[str, Model] = {
     ),
 }
 """By name: the model type of transformers, and perhaps what is special."""
+SCALED = "gpt2, scaled"
+"""Before 5.24 only the eager attention of transformers reads the scale of a layer."""
 
 
 def build(name: str) -> PreTrainedModel:
     """Return a tiny model in evaluation mode, none of whose weights is 0 or 1."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[name].config()).eval()
+    own = {"attn_implementation": "eager"} if name == SCALED else {}
+    model = AutoModelForCausalLM.from_config(MODELS[name].config(), **own).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -20,6 +20,7 @@ from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
 from lrpe_fairseq.encodings.core.forms import Fold, Planes
 from lrpe_fairseq.encodings.core.networks import as_stored, stored
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import outside_graphs
@@ -68,9 +69,7 @@ class ProjectedAttention(nn.Module):
         options = EncodingOptions(**encoding_options) if options is None else options
         _check_choices(attention_type, normalizer)
         _check_dropout(dropout)
-        for name, bias in (("qkv_bias", qkv_bias), ("out_bias", out_bias)):
-            if not isinstance(bias, bool):
-                raise ChoiceError(f"{name} must be true or false, not {bias!r}")
+        _check_biases(qkv_bias=qkv_bias, out_bias=out_bias)
         self.embed_dim, self.num_heads, self.score_scale = embed_dim, num_heads, score_scale
         self.num_kv_heads = _checked_kv_heads(num_heads, num_kv_heads)
         self.head_dim = _checked_head_dim(embed_dim, num_heads, head_dim)
@@ -78,22 +77,7 @@ class ProjectedAttention(nn.Module):
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
         self.window = checked_window(window, causal)
         self.given = Given()  # for calls of forward; a stack of layers shares one
-        self.encoding = build_encoding(
-            position_encoding,
-            self.head_dim,
-            num_heads,
-            causal=causal,
-            seed=seed,
-            options=options,
-            width=None if num_heads * self.head_dim == embed_dim else embed_dim,
-            score_scale=score_scale,
-        )
-        if attention_type == "linear" and not self.encoding.serves_linear:
-            needed = "states" if self.encoding.has_states else "the score matrix"
-            raise ChoiceError(
-                f"position encoding {position_encoding!r} needs {needed}, which linear "
-                "attention does not compute; use it with softmax attention"
-            )
+        self.encoding = self._build_encoding(position_encoding, seed, options)
         for name, projection in self._projections(qkv_bias, out_bias).items():
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
@@ -103,6 +87,27 @@ class ProjectedAttention(nn.Module):
         self.update: nn.Module | None = None
         """What a layer adds to the states of the encoding; see ``MultiheadAttention.advance``."""
         self._read: list[Tensor] = []  # the states, and their means by the weights
+
+    def _build_encoding(self, name: str, seed: int, options: EncodingOptions) -> Encoding:
+        """Return the encoding. Raises: ChoiceError if linear attention does not support it."""
+        of_heads = self.num_heads * self.head_dim
+        encoding = build_encoding(
+            name,
+            self.head_dim,
+            self.num_heads,
+            causal=self.causal,
+            seed=seed,
+            options=options,
+            width=None if of_heads == self.embed_dim else self.embed_dim,
+            score_scale=self.score_scale,
+        )
+        if self.attention_type == "linear" and not encoding.serves_linear:
+            needed = "states" if encoding.has_states else "the score matrix"
+            raise ChoiceError(
+                f"position encoding {name!r} needs {needed}, which linear "
+                "attention does not compute; use it with softmax attention"
+            )
+        return encoding
 
     @property
     def group(self) -> int:
@@ -417,6 +422,12 @@ def _check_choices(attention_type: str, normalizer: str) -> None:
         raise ChoiceError(
             f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
         )
+
+
+def _check_biases(**biases: bool) -> None:
+    for name, bias in biases.items():
+        if not isinstance(bias, bool):
+            raise ChoiceError(f"{name} must be true or false, not {bias!r}")
 
 
 def _check_dropout(dropout: float) -> None:
