@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-test
+SITE := $(VENV)/.installed-site
 SETTINGS := $(VENV)/.settings
 # what $(VENV) was made with: a choice holds until another is given
 -include $(SETTINGS)
@@ -18,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 SEEDS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all versions lint format bench docs api tables FORCE
+.PHONY: help install quickstart test test-all versions lint format bench docs site api tables FORCE
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,7 +32,7 @@ endif
 
 # the extra "experiments" renders the tables
 $(INSTALLED): setup.py scripts/install.sh
-	@rm -f $(INSTALLED) $(TOOLS) $(SETTINGS)
+	@rm -f $(INSTALLED) $(TOOLS) $(SITE) $(SETTINGS)
 	@echo "installing $(TORCH), fairseq and this package in $(VENV): a few minutes"
 	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh '$(VENV)' experiments
 	@printf '%s\n' 'INSTALLED_PYTHON := $(PYTHON)' 'INSTALLED_TORCH := $(TORCH)' \
@@ -43,6 +44,12 @@ $(TOOLS): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
 	    --no-build-isolation --editable '.[plugin,experiments,hf,test]' > $(VENV)/install-test.log 2>&1 \
 	    || { tail -n 40 $(VENV)/install-test.log; exit 1; }
+	@touch $@
+
+$(SITE): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	    --no-build-isolation --editable '.[plugin,experiments,hf,site]' > $(VENV)/install-site.log 2>&1 \
+	    || { tail -n 40 $(VENV)/install-site.log; exit 1; }
 	@touch $@
 
 quickstart: install  ## train four small models on real text and compare them (SEEDS=3)
@@ -73,6 +80,9 @@ bench: install  ## time attention and every encoding against their baselines
 
 docs: install  ## regenerate every generated page from the run files
 	$(BIN)/python -m lrpe_fairseq.experiments.report.docs
+
+site: $(SITE)  ## build the pages, the API and the explorer of the results as a site, build/site
+	$(BIN)/python docs/site/make_site.py
 
 api: install  ## write API pages of attention and encodings from the docstrings, build/api
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore pdoc

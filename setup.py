@@ -97,6 +97,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist>=3.8",  # --no-loadscope-reorder
             "ruff",
+            "selenium",  # the explorer of the site, in a browser
             "triton; sys_platform == 'linux'",
             "vulture",
         ],
@@ -108,6 +109,15 @@ setup(
             "matplotlib",
             "adjustText",
             "pyyaml",
+        ],
+        # `make site`: the pages, and the scripts of its explorer (DataTables from itables).
+        "site": [
+            "sphinx>=8,<11",
+            "myst-parser>=4",
+            "furo",
+            "latex2mathml",
+            "itables>=2.5",
+            "plotly>=6",
         ],
         # Models for transformers (lrpe_fairseq.hf), without fairseq; its Trainer, and GGUF files.
         "hf": ["transformers>=5", "tokenizers", "safetensors", "accelerate", "gguf"],

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import attention
-from lrpe_fairseq.attention.linear import KERNELS, linear_attention, linear_attention_naive
-from lrpe_fairseq.attention.softmax import FLASH
-from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
+from lrpe_fairseq.kernels import dispatch, loader
 from lrpe_fairseq.kernels.flash import flash
 
 HEADS, WIDTH = 8, 64
@@ -158,7 +157,7 @@ def _defined(
 
 def _flash(kind: str, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
     """Our flash kernel; on a CPU its definition."""
-    form = loader.triton_kernels(FLASH).flash_attention if q.is_cuda else flash.definition
+    form = loader.triton_kernels(dispatch.FLASH).flash_attention if q.is_cuda else flash.definition
     return form(q, k, v, causal=True, scale=q.shape[-1] ** -0.5, **_extra(kind, q, extra))
 
 
@@ -173,7 +172,9 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Our form with states in memory: in Triton on a GPU, in PyTorch on a CPU."""
     if not q.is_cuda:
         return attention.chunked(q, k, v)
-    with mock.patch.object(loader.triton_kernels(KERNELS), "fits_registers", return_value=False):
+    with mock.patch.object(
+        loader.triton_kernels(dispatch.CAUSAL), "fits_registers", return_value=False
+    ):
         return attention.ours(q, k, v)
 
 

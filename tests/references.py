@@ -96,7 +96,7 @@ def score_matrix(
         visible = visible_matrix(encoding, q, k)
         return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions, visible)
     gates = None if x is None else encoding.log_gates(x)
-    places = None if x is None else encoding.places(x, None, None, {})[0]
+    places = None if x is None else encoding.phases(x, None, None, {})[0]
     if places is None:
         q, k = encoding(q, k, q_positions, k_positions)
     else:

@@ -23,6 +23,7 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "export": "{absent}/a.pt {absent}/out",
     "finetune_glue": "{absent}/a.pt RTE",
     "ngrams": "{absent}",
+    "prepare": "{absent}/a.txt --dest {other}",
     "run_table": "table0",
     "score_lm": "{absent}/a.pt {absent} test blocks-64 --out {absent}/o.json",
     "train_row": "table2 Nobody linear",

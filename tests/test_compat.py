@@ -66,6 +66,12 @@ buffer.seek(0)
 state = torch.load(buffer)
 assert (state["cfg"], state["best"], state["counts"].tolist()) == (options, 77.6, [4, 3])
 """),
+    "characters without a piece": ("AssertionError", """
+from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE
+encoder = SentencepieceBPE.__new__(SentencepieceBPE)
+pieces = "\u2581caf <0xC3> <0xA9> \u2581<0xF0> <0x9F> \u2581<0x3C>"
+assert encoder.decode(pieces) == "caf\u00e9 \ufffd <", encoder.decode(pieces)
+"""),
     "only these names are allowed": ("AssertionError", """
 import torch
 allowed = torch.serialization.get_safe_globals()

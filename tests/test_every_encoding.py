@@ -44,7 +44,8 @@ class Multiplicative(ScoreEncoding):
         self.table = nn.Parameter(0.3 * torch.randn(shape, generator=spec.generator("toy")))
 
     def forward(self, scores, q, k, q_positions, k_positions, visible=None):
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         index = lag.clamp(-self.REACH, self.REACH) + self.REACH
         return scores * F.embedding(index, (1 + self.table).to(scores.dtype)).movedim(-1, -3)
@@ -387,7 +388,7 @@ def live(name, attention_type):
 def test_packed_documents_are_each_document_alone(name, attention_type):
     module = live(name, attention_type)
     x, starts, parts = packed()
-    with mock.patch.object(softmax, "BLOCK", 5 * 3 * HEADS * 12):  # five queries at a time
+    with mock.patch.object(softmax.blocks, "BLOCK", 5 * 3 * HEADS * 12):  # five queries at a time
         together, _ = module.attend(x, starts=starts)
     alone = torch.zeros_like(together)
     for part in parts:
@@ -497,9 +498,9 @@ def test_blocks_of_query_rows_agree(name, causal):
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, [0, 4]] = True
     found = []
-    for limit in (1, 3 * 2 * HEADS * 7, softmax.BLOCK):  # rows at a time: 1, 3, all
+    for limit in (1, 3 * 2 * HEADS * 7, softmax.blocks.BLOCK):  # rows at a time: 1, 3, all
         chunks = mock.patch.object(transport, "CHUNK", 2)
-        with mock.patch.object(softmax, "BLOCK", limit), chunks:
+        with mock.patch.object(softmax.blocks, "BLOCK", limit), chunks:
             parts = [module.attend(x)[0], module.attend(x, padding)[0]]
             if causal:
                 _, state = module.attend(x[:, :2], padding[:, :2], None, True)

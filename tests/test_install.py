@@ -179,6 +179,19 @@ def test_make_installs_again_when_torch_or_python_change_and_keeps_a_choice(stub
         assert make(*filter(None, [option])) == installed
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+def test_make_site_installs_its_extra_once_and_builds(stub, tmp_path):
+    for name in ("Makefile", "setup.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "PYTHON", "MAKEFLAGS")}
+    command = ["make", f"DEFAULT_PYTHON={stub()}", "site"]
+    for installs in (True, False):
+        subprocess.run(command, cwd=tmp_path, env=clean, check=True, capture_output=True)
+        *before, last = [call["arguments"] for call in calls(tmp_path)]
+        assert last == ["docs/site/make_site.py"]
+        assert any(".[plugin,experiments,hf,site]" in call for call in before) == installs
+
+
 @pytest.fixture(scope="module")
 def packaged():
     """What setup.py tells setuptools."""

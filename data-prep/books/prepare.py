@@ -62,6 +62,7 @@ def find_books(folder: Path) -> Books:
     books_of: Books = {split: [] for split in prep.SPLITS}
     for path in sorted(folder.rglob("*.txt")):
         books_of[split_of(path.relative_to(folder).as_posix())].append(path)
+    # a split of one book in a hundred may be empty
     for split, paths in books_of.items():
         if not paths:
             books = sum(map(len, books_of.values()))
@@ -93,6 +94,7 @@ def obtain_pg19(
             books[split] = _download(raw, split, stop, source or Source())
         else:
             books[split] = sorted((from_dir / PUBLISHED[split]).glob("*.txt"))[:stop]
+        # complete: a perplexity of other books is not comparable
         expected = min(official[split], stop or official[split])
         if len(books[split]) != expected:
             raise UserError(

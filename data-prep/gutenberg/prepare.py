@@ -100,6 +100,7 @@ def run_texts(
             join(paths, texts[split], documents[split], books.get(split))
 
     reads = {path.name: sha256[name_of(path)] for paths in sources.values() for path in paths}
+    # a step is done again if one of these changes
     reads |= {f"books of {split}": count for split, count in books.items()}
     steps.run("join", reads, [*texts.values(), *documents.values()], make)
     return texts
@@ -162,13 +163,14 @@ def prepare(
     if held_out is not None and min(held_out) < 1:
         raise UserError("--held-out-books needs at least one book for each split.")
     books = dict(zip(("valid", "test"), held_out, strict=True)) if held_out else {}
+    # what is not the usual data has a name of its own, so that runs do not mix them
     part = f"-first-{shards}" if shards < len(train) else ""
     level = "bpe" if vocab_size == PIECES else f"bpe{vocab_size}"
     level += "".join(f"-{split}{count}" for split, count in books.items())
     prep.say(f"gutenberg{part} {level} -> {dest}")
     steps = prep.Steps(dest, f"gutenberg{part}", level)
     names = {"train": train[:shards], "valid": ["valid"], "test": ["test"]}
-    sources = {split: obtain(titles, from_dir, sha256) for split, titles in names.items()}
+    sources = {split: obtain(files, from_dir, sha256) for split, files in names.items()}
     texts = run_texts(steps, sources, sha256, books)
     tokenizer = run_model(steps, sources["train"][0], sha256, vocab_size)
     pieces.run_pieces(steps, texts, tokenizer, workers)

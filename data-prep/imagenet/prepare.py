@@ -74,6 +74,7 @@ def prepare(
         _link(images, from_dir)
     else:
         _unpack(steps, from_dir, archives)
+    # the training set decides the classes; listing compares the other split
     names = class_names(images / FOLDERS["train"])
     index = {s: listing(images / folder, names) for s, folder in FOLDERS.items()}
     _require_published(source, names, index, from_dir)

@@ -127,7 +127,7 @@ def _split(rng: random.Random, recipe: Recipe, count: int, known: set[bytes]) ->
         try:
             tokens, value = expression(rng, recipe)
         except TooLong:
-            continue
+            continue  # most expressions are too short or too long
         key = bytes(tokens)
         if recipe.shortest < len(tokens) < recipe.longest and key not in known:
             known.add(key)

@@ -102,6 +102,7 @@ def _source(archive: Archive, raw: Path, from_dir: Path | None) -> Path:
         return prep.obtain(archive.file, archive.urls, archive.checksum, raw)
     packed = from_dir / archive.file
     if not packed.is_file():
+        # the first wanted file is enough; examples are counted later
         if _has_tables(archive, from_dir) or any(True for _ in _wanted_files(archive, from_dir)):
             return from_dir
         raise UserError(
@@ -220,6 +221,7 @@ def _unpack(steps: prep.Steps, task: Task, source: Path, fingerprint: str) -> Pa
         for match, stream in _files(task.archive, source):
             with atomic_write(raw / match[0], "wb") as out:
                 shutil.copyfileobj(stream, out, prep.BLOCK)
+        # an archive may end early without an error
         for name in names:
             if not (raw / name).is_file():
                 raise UserError(f"{source} contains no {name}: fetch it again, whole.")

@@ -155,6 +155,7 @@ def prepare(
     raw = dest / "raw"
     train = dest / "text" / "train"
     obtain(raw, from_dir / NEWS if mixed else from_dir, pairs, sha256)
+    # the training texts: every year that is not held out
     rest = [raw / name for name in pairs if name not in HELD_OUT.values()]
     texts = {"train": train, **{split: raw / name for split, name in HELD_OUT.items()}}
     if mixed:

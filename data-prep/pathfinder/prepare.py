@@ -181,6 +181,7 @@ def _snake(
         raise Stuck
     seen = common
     whole = common + path.mask
+    # a third of a path's paddles, the first of which is drawn
     for _ in range(recipe.paddles // 3 - 1):
         paddle = _step(recipe.side, path, whole, seen, rng)
         seen = whole
@@ -210,6 +211,7 @@ def _step(
     pivot = _moved(path.head, path.angle, MARGIN)
     places, weights = _candidates(side, pivot, path.angle, _free(seen))
     for _ in range(TRIES):
+        # no pixel on the circle is free and ahead
         if weights.sum() <= 0:
             raise Stuck
         chosen = _draw(weights, rng)

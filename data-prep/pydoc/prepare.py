@@ -163,6 +163,7 @@ def run_texts(steps: prep.Steps, stdlib: Path, topics: Mapping[str, str]) -> dic
     """Step: write the text of every split; its inputs are this interpreter and this script."""
     texts = {split: steps.dest / "text" / f"{split}.txt" for split in prep.SPLITS}
     documents = [steps.dest / "documents" / f"{split}.tsv" for split in prep.SPLITS]
+    # another release of CPython has other docstrings
     hasher = hashlib.sha256(repr(sorted(topics.items())).encode())
     for path in stdlib_sources(stdlib):
         hasher.update(f"{path.relative_to(stdlib)}\n".encode() + path.read_bytes())

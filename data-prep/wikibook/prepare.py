@@ -90,6 +90,7 @@ def verify(folders: Sequence[Path], tokenizer: GPT2, types: int = TYPES) -> None
     first = folders[0] / "dict.txt"
     words = dictionaries.words(first)
     size = len(words) + prep.FAIRSEQ_SPECIALS
+    # the pieces are looked up by their text, so that an order of its own is no defect
     if size != types or set(tokenizer.vocabulary()) - set(words):
         raise UserError(
             f"{first} is not the dictionary of GPT-2's pieces with {types:,} types: fetch it again."

@@ -15,6 +15,9 @@ The function that hydra calls for a training computes the value that a sweeper s
 and drops it. Here it returns the value, after it has imported ``common.user_dir``: the package
 there may act on the whole training (``lrpe_fairseq/compat/run_state.py``).
 
+In fairseq-hydra-train, hydra's warning that fairseq registers its schema under the name of the file
+is hidden; it stands twice before every training.
+
 hydra imports this package in all of its programs. It therefore imports nothing of this project, and
 everything here acts on configurations with fairseq's schema only: any other program of the same
 environment composes the same configurations as without this package.
@@ -22,6 +25,7 @@ environment composes the same configurations as without this package.
 
 import copy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,8 @@ PROGRAMS = ("fairseq_cli.hydra_train", "__main__")
 """Modules that may hold fairseq-hydra-train; with ``python -m`` it is the second."""
 FILE = str(Path("fairseq_cli", "hydra_train.py"))
 """The file of fairseq-hydra-train."""
+OF_THE_SCHEMA = r"\s*'.*' is validated against ConfigStore"
+"""The warning that is hidden in fairseq-hydra-train."""
 
 _apply = ConfigLoaderImpl._apply_overrides_to_config
 _compose = ConfigLoaderImpl._compose_config_from_defaults_list
@@ -75,6 +81,7 @@ def _compose_bases_above_the_schema(self: ConfigLoaderImpl, defaults: list[Any],
     names = [d.config_path for d in defaults if d.primary and schemas.is_config(d.config_path)]
     if not any(_is_fairseqs(schemas.load_config(name).config) for name in names):
         return _compose(self, defaults, repo)
+    warnings.filterwarnings("ignore", OF_THE_SCHEMA, UserWarning)  # imports cannot: hydra undoes it
     _require_file(names[0], repo)
     _return_values()
     files = _base_and_above(defaults, repo)  # read before, because _compose edits them

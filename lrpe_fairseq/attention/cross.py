@@ -154,8 +154,11 @@ class CrossAttention(ProjectedAttention):
     def _reordered(self, state: CrossState, new_order: Tensor) -> CrossState:
         memory, rows = state.memory, len(state.next_position)
         if isinstance(memory, EncodedMemory):
-            places = (p.expand(rows, p.shape[-1]) for p in (memory.positions, memory.counts))
-            memory = EncodedMemory(*memory[:2], *places, memory.padding)
+            # one row of positions serves every text until rows are selected
+            memory = memory._replace(
+                positions=memory.positions.expand(rows, memory.positions.shape[-1]),
+                counts=memory.counts.expand(rows, memory.counts.shape[-1]),
+            )
         parts = (None if part is None else part.index_select(0, new_order) for part in memory)
         following = state.next_position.index_select(0, new_order)
         return CrossState(type(memory)(*parts), following, state.owner)
@@ -195,17 +198,18 @@ class CrossAttention(ProjectedAttention):
         """
         check_tokens(x, query_padding_mask, positions, width=self.embed_dim, names=OF_QUERY)
         if state is None:
-            before = past = None
+            before = past = None  # the first call: the memory is encoded and kept
             source = self._tokens_of_memory(x, memory, key_padding_mask, memory_positions)
         else:
             check_owner(state, CrossState, self.owner, x)
+            # later calls read the state, and not the memory
             before, past, source = state.next_position, state.memory, None
         queries = tokens_of(x, query_padding_mask, before, positions)
-        given, weights = (x, queries, memory, source, past), None
+        weights = None
         if self.attention_type == "linear":
-            out, past = self._linear(*given)
+            out, past = self._linear(x, queries, memory, source, past)
         else:
-            q, past = self._softmax(*given)
+            q, past = self._softmax(x, queries, memory, source, past)
             out, weights = self._attended(q, queries, past, need_weights)
         out = self._project_out(out, x)
         if not keep_state:
@@ -232,16 +236,17 @@ class CrossAttention(ProjectedAttention):
     ) -> tuple[Tensor, LinearState]:
         """Return the output (B, H, T, E) and the sums over the memory, ``past`` if given."""
         with_content = self.normalizer == "content"
-        options, at = {"normalizer": self.normalizer}, queries.positions
+        options = {"normalizer": self.normalizer}
         if past is None:
             q, k, v = self._project(x, memory)
             content = feature_map(k) if with_content else None
-            encoded, k = self._features(q, k, at, source.positions)
+            encoded, k = self._features(q, k, queries.positions, source.positions)
             masked = {"key_padding_mask": source.padding, **options}
             past = summed_memory(k, v, content=content, **masked)
         else:
             q = self._queries(*stored(x))
-            encoded, _ = self._features(q, q, at, at)
+            # keys at the same positions are encoded with the queries and dropped
+            encoded, _ = self._features(q, q, queries.positions, queries.positions)
         content = self._scaled(feature_map(q)) if with_content else None
         options |= {"content": content, "dtype": self._result_type(q)}
         return attend_to_memory(encoded, past, **options), past
@@ -257,13 +262,13 @@ class CrossAttention(ProjectedAttention):
         """Return the encoded queries (B, H, T, D) and the encoded memory, ``past`` if given."""
         if past is None:
             q, k, v = self._encoded(x, queries, memory, source)
-            return q, EncodedMemory(k, v, source.positions, source.numbers, source.padding)
+            return q, EncodedMemory(k, v, source.positions, source.real_counts, source.padding)
         q = self._queries(*stored(x))
         if not self.encoding.decomposable:
             return q, past
         # keys at the same positions are encoded with the queries and dropped
-        at = queries.positions
-        return self.encoding.in_parts(q, q, at, at)[0], past
+        positions = queries.positions
+        return self.encoding.in_parts(q, q, positions, positions)[0], past
 
     def _attended(
         self, q: Tensor, queries: Tokens, past: EncodedMemory, need_weights: bool
@@ -272,11 +277,19 @@ class CrossAttention(ProjectedAttention):
 
         Weights are computed once and multiplied with the values, without fused kernels.
         """
-        given = self.encoding, q, past.keys
-        places = queries, past.tokens
         if need_weights:
-            weights = encoded_weights(*given, *places, causal=False)
+            weights = encoded_weights(
+                self.encoding, q, past.keys, queries, past.tokens, causal=False
+            )
             return F.dropout(weights, self._dropout) @ past.values, weights
-        dropout = self._dropout
-        out = encoded_attention(*given, past.values, *places, causal=False, dropout=dropout)
+        out = encoded_attention(
+            self.encoding,
+            q,
+            past.keys,
+            past.values,
+            queries,
+            past.tokens,
+            causal=False,
+            dropout=self._dropout,
+        )
         return out, None

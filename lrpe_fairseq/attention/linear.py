@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.attention.softmax.blocks import BLOCK, decay_sums, query_blocks
-from lrpe_fairseq.attention.tokens import Tokens, counts_slots, visible_pairs
+from lrpe_fairseq.attention.tokens import Tokens, visible_pairs, window_is_in_slots
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
 from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
@@ -145,7 +145,7 @@ def linear_attention_window(
         content = tuple(x.to(wide) for x in content)
     sums = decay_sums(queries, keys, log_decay, len(q))
     # with padding between tokens the last keys are not in the last slots: all of them are computed
-    window = keys.window if counts_slots(queries, keys) else None
+    window = keys.window if window_is_in_slots(queries, keys) else None
     blocks = []
     for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
         visible = visible_pairs(queries.of(rows), keys.of(columns), True)
@@ -378,7 +378,7 @@ def _prepare(
         raise ValueError(
             f"causal attention needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}"
         )
-    if log_decay is not None and not causal:
+    if log_decay is not None and not causal:  # two causal sums, of the text and of its reverse
         _check_both_ways(q, k, log_decay)
     wide = torch.promote_types(v.dtype, torch.float32)
     dtype = wide if widen else v.dtype
@@ -633,6 +633,7 @@ def _block(
     """Compute :func:`linear_attention_block` of checked arguments."""
     q, k, v, content, log_decay = rows
     log_decay = _with_cuts(_without_padding(log_decay, padding), starts, q)
+    # while generating: one token needs no chunks and no scores
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
     numerator, denominator, after = advance(
         q, k, v, before, log_decay, normalizer == "rotated", transport
@@ -666,6 +667,7 @@ def _advance(
         if log_decay.dim() == 1:
             by_token = log_decay[:, None].expand(-1, q.shape[-2])
         decay = block_decay(by_token.double().cumsum(-1), q)
+        # each factor is at most 1: a product of e^s and e^-t would overflow
         q, k, kv = q * decay.into, k * decay.out_of, kv * decay.whole
     numerator = numerator + q @ before.kv
     kv = kv + k.transpose(-1, -2) @ v
@@ -686,7 +688,7 @@ def _advance_carried(
 ) -> tuple[Tensor, Tensor | None, LinearState]:
     """Compute :func:`_advance` with a transport; the keys' sum is one more column of values."""
     kv, keys = before
-    if with_denominator:
+    if with_denominator:  # one solve of the chunks serves both sums
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         kv = torch.cat([kv, keys.unsqueeze(-1)], -1)
     dispatch.log_linear("pytorch", q)

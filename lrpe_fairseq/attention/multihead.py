@@ -78,7 +78,7 @@ class MultiheadAttention(ProjectedAttention):
             those of ``nn.MultiheadAttention`` where the meaning is the same; batches come first.
         attention_type: "linear" (phi(x) = 1 + elu(x) first, then the encoding; O(T) time and a
             state of constant size) or "softmax" (scale D^-0.5).
-        position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a free form.
+        position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a composed name.
         causal: True if a token attends only to itself and earlier tokens.
         dropout: on softmax weights; linear attention has none (LRPE, Table 7).
         normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
@@ -131,10 +131,18 @@ class MultiheadAttention(ProjectedAttention):
         if torch.jit.is_tracing():
             raise NotImplementedError(NOT_EXPORTED)
         state = self._get_input_buffer(incremental_state)
+        # a memory is read and not extended, so that no state is kept
         keep_state = incremental_state is not None and not isinstance(state, Memory)
-        own, x = self.given, query.transpose(0, 1)
-        given = {"window": own.window, "one_sided": own.one_sided, "starts": own.starts}
-        out, state = self.attend(x, key_padding_mask, state, keep_state, own.positions, **given)
+        out, state = self.attend(
+            query.transpose(0, 1),
+            key_padding_mask,
+            state,
+            keep_state,
+            self.given.positions,
+            window=self.given.window,
+            one_sided=self.given.one_sided,
+            starts=self.given.starts,
+        )
         if keep_state:
             incremental_state[self._state_key] = state
         return out.transpose(0, 1), None
@@ -193,6 +201,7 @@ class MultiheadAttention(ProjectedAttention):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
+        # of two windows the smaller one hides more
         window = checked_window(window, self.causal)
         if window is None or (self.window is not None and self.window < window):
             window = self.window
@@ -224,6 +233,7 @@ class MultiheadAttention(ProjectedAttention):
         check_owner(state, AttentionState, self.owner, x)
         if isinstance(state.past, LinearState):
             return
+        # a state finds its documents by positions of 0, which explicit positions may repeat
         explicit = positions is not None or not (state.past.counted or state.past.packed)
         if explicit and (starts is not None or state.past.packed):
             raise ValueError("documents need positions that are counted in all blocks of a text")
@@ -242,6 +252,7 @@ class MultiheadAttention(ProjectedAttention):
         if x.shape[1] == 0 and (keep_state or state is not None):
             return x, state if keep_state else None
         before = None if state is None else state.next_position
+        # a copy, because the filters update it in place and the caller's state stays valid
         history = {} if state is None else dict(state.history)
         tokens = tokens_of(x, padding, before, positions, history=history, **options)
         tokens = self._of_text(x, tokens)
@@ -254,7 +265,7 @@ class MultiheadAttention(ProjectedAttention):
         following = tokens_after(x, padding, before)
         if positions is not None:
             following = _next_after(tokens, x.shape[0], before)
-        elif tokens.segments is not None:
+        elif tokens.segments is not None:  # counted from the start of the last document
             last = tokens.positions[:, -1]
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following, history, self.owner)
@@ -269,10 +280,10 @@ class MultiheadAttention(ProjectedAttention):
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
         options["dtype"] = self._result_type(v)
         options |= {"starts": tokens.starts, "transport": tokens.transport}
-        if self.normalizer == "content":
+        if self.normalizer == "content":  # before the encoding replaces q and k
             options["content"] = self._content(q, k)
-        q, k = self._features(q, k, tokens.at, tokens.at)
-        in_slots = tokens.slots is not None and not keep_state
+        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
+        in_slots = tokens.first_slot is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
@@ -289,8 +300,9 @@ class MultiheadAttention(ProjectedAttention):
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
         content = [*self._content(q, k)] if self.normalizer == "content" else None
-        q, k = self._features(q, k, tokens.at, tokens.at)
+        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         queries, keys, width = tokens, tokens, k.shape[-1]
+        # one state holds both kinds of keys, so that a window cuts them together
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
             k, v, queries, keys, past = self._remembered(k, v, tokens, past)
@@ -313,6 +325,7 @@ class MultiheadAttention(ProjectedAttention):
             heads = self.num_heads // self._group_of_sums
             return heads * (width * self.head_dim + (self.head_dim if content else width))
         kept = length if self.window is None else min(length, max(1, self.window - 1))
+        # content features or states stand beside the keys or values of each token
         of_keys = width + (self.head_dim if linear and content else 0)
         of_values = self.head_dim * (1 if self.update is None else 2)
         keys, values = (self.num_heads // group for group in self._groups)
@@ -363,7 +376,7 @@ class MultiheadAttention(ProjectedAttention):
         check_tokens(x, starts=self.given.starts)
         tokens = self._of_text(x, tokens_of(x, starts=self.given.starts))
         q, k, _ = self._project(x, tokens=tokens)
-        q, k = self._features(q, k, tokens.at, tokens.at)
+        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
         options |= {"starts": tokens.starts, "transport": tokens.transport}
@@ -425,7 +438,7 @@ class MultiheadAttention(ProjectedAttention):
         stated = self.encoding.has_states
         q, k, v = self._with_states(x, tokens) if stated else self._encoded(x, tokens)
         queries = keys = tokens
-        if first:
+        if first:  # the tokens of a memory are keys only
             q, queries = q[:, :, first:], tokens.of(slice(first, None))
             k = k if tokens.transport is None else _carried_before(k, tokens.transport, first)
         if keep_state:
@@ -443,12 +456,13 @@ class MultiheadAttention(ProjectedAttention):
         If the layer has an update, the states are further features of v.
         """
         q, k, v = self._project(x, tokens=tokens)
-        states, self.given.states = self.given.states, None
+        states, self.given.states = self.given.states, None  # of this pass only
         if states is None:
             states = self.encoding.start(tokens.positions, q)
         else:
-            axes, own = "(B, H, T, D)", tuple(q.shape)
-            check_companion("given.states", states, REAL, axes, (own, (1, *own[1:])), q)
+            shape = tuple(q.shape)
+            shapes = shape, (1, *shape[1:])
+            check_companion("given.states", states, REAL, "(B, H, T, D)", shapes, q)
         if self.update is not None:
             self._read = [states]
             v = torch.cat([v, states.to(v).expand(len(v), -1, -1, -1)], -1)
@@ -468,6 +482,7 @@ class MultiheadAttention(ProjectedAttention):
         gates = self._gates(x, tokens.padding)
         if gates is None:
             return tokens
+        # float64: differences of sums over a long text must be exact to float32
         sums = gates.double().cumsum(-1)
         return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
 
@@ -475,10 +490,10 @@ class MultiheadAttention(ProjectedAttention):
         """Add places and transport to the tokens of x (B, T, C); update their history in place."""
         history = {} if tokens.history is None else tokens.history
         masks = tokens.padding, tokens.starts, history
-        places, after = self.encoding.places(x, *masks)
+        phases, after = self.encoding.phases(x, *masks)
         transport, reflected = self.encoding.transport(x, tokens.positions, *masks)
         history.update(after | reflected)
-        return tokens._replace(places=places, transport=transport)
+        return tokens._replace(phases=phases, transport=transport)
 
 
 def _carried_before(k: Tensor, transport: Transport, first: int) -> Tensor:
@@ -500,6 +515,7 @@ def _remembered(
     every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
     after = softmax.carry(every, tokens.transport)
     queries, keys, window = tokens, every.tokens, tokens.window
+    # the tokens of a block are counted from its start, those of the state from that of the text
     if keys.counts is not None:
         queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])
     if keys.segments is not None:

@@ -95,8 +95,9 @@ class KVShift(Gate):
         kv: (B, T, 2 K D), the projections to K heads, keys first. Those of the last real token are
         kept for the next call in ``tokens.history``.
         """
-        given = {"padding": tokens.padding, "starts": tokens.starts}
         past = {} if tokens.history is None else tokens.history
-        (before,), past["kv-shift"] = history(kv, 1, tail=past.get("kv-shift"), **given)
+        (before,), past["kv-shift"] = history(
+            kv, 1, padding=tokens.padding, starts=tokens.starts, tail=past.get("kv-shift")
+        )
         share = self(x).repeat_interleave(kv.shape[-1] // len(self.weight), -1)
         return (share * before + (1 - share) * kv).to(kv.dtype)

@@ -18,7 +18,7 @@ from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
-from lrpe_fairseq.encodings.core.forms import Fold, Planes
+from lrpe_fairseq.encodings.core.forms import Planes
 from lrpe_fairseq.encodings.core.networks import as_stored, stored
 from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError
@@ -142,14 +142,15 @@ class ProjectedAttention(nn.Module):
     @property
     def owner(self) -> Owner:
         """What the states of this module belong to."""
-        own = self.kind, self.attention_type, self.normalizer
         return Owner(
-            *own,
-            self.encoding.name,
-            self.encoding.spec,
-            self.window,
-            self.parts,
-            self.num_kv_heads,
+            kind=self.kind,
+            attention_type=self.attention_type,
+            normalizer=self.normalizer,
+            encoding=self.encoding.name,
+            spec=self.encoding.spec,
+            window=self.window,
+            parts=self.parts,
+            kv_heads=self.num_kv_heads,
         )
 
     # --- fairseq's interface -------------------------------------------------------------------
@@ -216,11 +217,13 @@ class ProjectedAttention(nn.Module):
         They are shifted and normalized where parts say so, and repeated for the queries that share
         them. tokens: of x, for a shift.
         """
-        own = stored(x)
-        q, source = self._queries(*own), own if memory is None else stored(memory)
+        x_stored = stored(x)
+        q = self._queries(*x_stored)
+        source = x_stored if memory is None else stored(memory)
         if self.kv_shift is None:
             k, v = self._mapped(self.k_proj, *source), self._mapped(self.v_proj, *source)
         else:
+            # keys and values are shifted alike, in one pass over the text
             kv = torch.cat([as_stored(self.k_proj, x), as_stored(self.v_proj, x)], -1)
             kv = self.kv_shift.shifted(x, kv, tokens or tokens_of(x))
             k, v = map(self._heads, kv.chunk(2, -1))
@@ -242,35 +245,37 @@ class ProjectedAttention(nn.Module):
         if not self.encoding.decomposable:
             return self._project(x, memory, queries)
         source, keys = (x, queries) if memory is None else (memory, keys)
-        fold = self._fold(x, source)
+        fold = self.encoding.fold() if self._folds(x, source) else None
         if fold is None:
             q, k, v = self._project(x, memory, queries)
-            q, k = self.encoding.encode_both(q, k, queries.at, keys.at, phi=False)
+            q, k = self.encoding.encode_both(
+                q, k, queries.read_by_encoding, keys.read_by_encoding, phi=False
+            )
             return q, k, v
         q_planes = self._folded(fold.projection, self.q_proj, x)
         k_planes = self._folded(fold.projection, self.k_proj, source)
         k_planes = tuple(map(self._for_queries, k_planes))
-        q, k = fold.turn(q_planes, k_planes, queries.at, keys.at)
+        q, k = fold.turn(q_planes, k_planes, queries.read_by_encoding, keys.read_by_encoding)
         return q, k, self._for_queries(self._mapped(self.v_proj, *stored(source)))
 
-    def _fold(self, x: Tensor, source: Tensor) -> Fold | None:
-        """Return the parts of the encoding if P is multiplied into the weights of q and k.
+    def _folds(self, x: Tensor, source: Tensor) -> bool:
+        """True if P is multiplied into the weights of q and k.
 
-        x: the input of the queries; source: that of the keys. None if it is cheaper not to: for
-        fewer tokens than features, and where a GPU encodes q and k in one launch. Also None if a
+        x: the input of the queries; source: that of the keys. False where it is cheaper not to: for
+        fewer tokens than features, and where a GPU encodes q and k in one launch. Also false if a
         projection is more than a linear map (a hook, quantization noise, an adapter), or if a part
         stands between the projections and P.
         """
         if self.q_norm is not None or self.kv_shift is not None:
-            return None
+            return False
         if any(y.shape[0] * y.shape[1] < y.shape[2] for y in (x, source)):
-            return None
+            return False
         if not (is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)):
-            return None
-        # kernels are chosen by one head of the inputs, which have the layout of q and k
+            return False
+        # a kernel is chosen by one head of the inputs, which have the layout of q and k
         q = x[..., : self.head_dim]
         k = q if source is x else source[..., : self.head_dim]
-        return None if self.encoding.has_one_launch(q, k) else self.encoding.fold()
+        return not self.encoding.has_one_launch(q, k)
 
     def _folded(
         self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
@@ -336,6 +341,7 @@ class ProjectedAttention(nn.Module):
     def _project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, T, C) in the dtype of x, the input of the layer (B, T, C)."""
         out = out if self.out_norm is None else self.out_norm(out)
+        # kernels write results in the layout of q: no copy is made of either
         time_first = out.stride(2) > out.stride(0)
         axes = (2, 0, 1, 3) if time_first else (0, 2, 1, 3)
         y = self._normalized(out.permute(axes).flatten(2))  # as it is stored
@@ -440,8 +446,8 @@ def is_plain_linear(module: nn.Module) -> bool:
     """True if the module computes W x + b with its own weights and has no hooks."""
     hooks = module._forward_pre_hooks, module._forward_hooks
     hooks += module._backward_pre_hooks, module._backward_hooks
-    own = getattr(module.forward, "__func__", None) is nn.Linear.forward
-    return own and not any(hooks)
+    unchanged = getattr(module.forward, "__func__", None) is nn.Linear.forward
+    return unchanged and not any(hooks)
 
 
 def checked_window(window: int | None, causal: bool) -> int | None:
@@ -487,12 +493,12 @@ def cross_projections(
     :func:`_self_projections`.
     """
     inputs = {"k_proj": memory_dim, "v_proj": memory_dim, "q_proj": width}
-    found = {name: nn.Linear(given, sizes[name]) for name, given in inputs.items()}
-    found["out_proj"] = nn.Linear(sizes["q_proj"], width)
-    for name, linear in found.items():
+    projections = {name: nn.Linear(given, sizes[name]) for name, given in inputs.items()}
+    projections["out_proj"] = nn.Linear(sizes["q_proj"], width)
+    for name, linear in projections.items():
         gain = 2**-0.5 if name != "out_proj" and memory_dim == width else 1.0
         nn.init.xavier_uniform_(linear.weight, gain=gain)
-    nn.init.zeros_(found["out_proj"].bias)
+    nn.init.zeros_(projections["out_proj"].bias)
     if not out_bias:
-        found["out_proj"].bias = None
-    return found
+        projections["out_proj"].bias = None
+    return projections

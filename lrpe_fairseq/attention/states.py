@@ -51,6 +51,7 @@ def check_owner(state: Any, kinds: type | tuple[type, ...], owner: Owner, x: Ten
         same = str(state.owner) == str(owner)
         its = "the same with other options of the encoding" if same else str(state.owner)
         _refuse(f"it is of {its}", owner)
+    # beam search must have reordered a state before its rows are those of x
     rows = len(state.next_position)
     if rows != len(x):
         _refuse(f"it has {rows} texts, and x has {len(x)}", owner)

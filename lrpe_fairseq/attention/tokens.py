@@ -68,21 +68,22 @@ class Tokens(NamedTuple):
     """B H N, float64: sums of the log gates up to each token, or None without gates."""
     transport: Transport | None = None
     """The reflections of queries, which carry the keys before them; None without."""
-    slots: int | None = None
-    """The slot of the first token, if lags of positions are known to equal lags of slots, that is,
-    without padding between tokens; otherwise None."""
+    first_slot: int | None = None
+    """The index of the first token in its row, if lags of positions are known to equal lags of
+    indices, that is, without padding between tokens; otherwise None."""
     history: dict[str, Tensor] | None = None
     """State (B, ...) of causal filters and sums after the preceding text, replaced in place by the
     state after these tokens. None: a whole text."""
-    places: Tensor | None = None
+    phases: Tensor | None = None
     """B H N E, float64: what the encoding reads instead of the positions; see
-    :meth:`Encoding.places`."""
+    :meth:`Encoding.phases`."""
 
     def of(self, part: slice) -> "Tokens":
-        """Return the tokens of a slice, without places: their features are encoded already."""
-        every = self._replace(places=None)._asdict().items()
+        """Return the tokens of a slice, without phases: their features are encoded already."""
+        every = self._replace(phases=None)._asdict().items()
         cut = {n: x[..., part] for n, x in every if isinstance(x, Tensor)}
         first, last, _ = part.indices(self.positions.shape[-1])
+        # slices of counted positions are one object per range, so that encodings can cache by it
         known = known_range(self.positions)
         if known is not None and self.positions.dim() == 1:
             cut["positions"] = counted(known[0] + last, self.positions.device, known[0] + first)
@@ -90,13 +91,13 @@ class Tokens(NamedTuple):
             with_known_range(cut["positions"], *known)
         if self.transport is not None:
             cut["transport"] = self.transport.of(part)
-        slots = None if self.slots is None else self.slots + first
-        return self._replace(**cut, slots=slots, places=None)
+        first_slot = None if self.first_slot is None else self.first_slot + first
+        return self._replace(**cut, first_slot=first_slot, phases=None)
 
     @property
-    def at(self) -> Tensor:
-        """What the encoding reads: the places, or the positions."""
-        return self.positions if self.places is None else self.places
+    def read_by_encoding(self) -> Tensor:
+        """The phases that the encoding computes from the text, or the positions."""
+        return self.positions if self.phases is None else self.phases
 
     @property
     def unmasked(self) -> bool:
@@ -112,7 +113,7 @@ class Tokens(NamedTuple):
         return first if self.padding is None else first & ~self.padding
 
     @property
-    def numbers(self) -> Tensor:
+    def real_counts(self) -> Tensor:
         """The number of real tokens before each token, N or B N."""
         return self.positions if self.counts is None else self.counts
 
@@ -181,14 +182,15 @@ def tokens_of(
     padding = None if padding is None else padding.bool()
     if positions is not None:
         return Tokens(positions, counts, padding, **more)
+    # padding on one side shifts all positions of a row alike, and lags not at all
     in_slots = before is None and (padding is None or one_sided)
-    slots = 0 if in_slots else None
+    first_slot = 0 if in_slots else None
     if starts is None:
-        return Tokens(counts, None, padding, slots=slots, **more)
+        return Tokens(counts, None, padding, first_slot=first_slot, **more)
     sources = (starts,) if padding is None else (starts, padding)
     find = partial(restarted, starts, padding, before)
     positions, segments = _documents.get(sources, None, find) if before is None else find()
-    return Tokens(positions, counts, padding, segments, slots=slots, **more)
+    return Tokens(positions, counts, padding, segments, first_slot=first_slot, **more)
 
 
 _counts_of_mask = PositionCache(2)  # of a source and a target
@@ -199,6 +201,7 @@ def _count_real_first(padding: Tensor) -> Tensor:
     """Return the numbers (B, T) of the tokens of a mask (B, T), true at padding."""
     padding = padding.bool()
     real = ~padding
+    # padding is counted after all real tokens: its positions are unique, and masked anyway
     after = real.sum(1, keepdim=True) + padding.cumsum(1)
     numbers = torch.where(padding, after, real.cumsum(1)) - 1
     return with_known_range(numbers, 0, padding.shape[1] - 1)
@@ -216,6 +219,7 @@ def restarted(
     counts = real.cumsum(1) - real.long()  # real tokens before each
     counts = counts if before is None else counts + before.unsqueeze(1)
     starts = starts & real
+    # the largest count of a start so far is that of the token's own document
     positions = counts - torch.where(starts, counts, 0).cummax(1).values
     if before is None:
         with_known_range(positions, 0, starts.shape[1])  # T, not T - 1: numbers may repeat
@@ -234,25 +238,25 @@ def tokens_after(x: Tensor, padding: Tensor | None, before: Tensor | None) -> Te
 
 def lags_between(queries: Tokens, keys: Tokens) -> Lags | None:
     """Return the smallest and largest lag s - t, without reading; None if it is not known."""
-    if queries.slots is None or keys.slots is None:
+    if queries.first_slot is None or keys.first_slot is None:
         return known_lags(queries.positions, keys.positions)
     rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
-    first = queries.slots - keys.slots
+    first = queries.first_slot - keys.first_slot
     return (first - columns + 1, first + rows - 1) if columns else None
 
 
-def lag_numbers(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
+def lag_counts(queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
     """Return the number of real tokens in t+1..s, int64 (T, S) or (B, T, S).
 
     For a key after the query it is 0 in a causal model, and that of s+1..t in a bidirectional one.
     """
-    lag = queries.numbers.unsqueeze(-1) - keys.numbers.unsqueeze(-2)
+    lag = queries.real_counts.unsqueeze(-1) - keys.real_counts.unsqueeze(-2)
     return lag.clamp_min(0) if causal else lag.abs()
 
 
-def counts_slots(queries: Tokens, keys: Tokens) -> bool:
+def window_is_in_slots(queries: Tokens, keys: Tokens) -> bool:
     """True if the last n keys of a query are in its last n slots: no padding between tokens."""
-    return keys.padding is None or (queries.slots is not None and keys.slots is not None)
+    return keys.padding is None or (queries.first_slot is not None and keys.first_slot is not None)
 
 
 def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
@@ -261,20 +265,21 @@ def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     In causal attention the queries are the last T keys. None: every query sees every key.
     """
     rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
-    device, found = keys.positions.device, None
-    window, by_slots = keys.window, counts_slots(queries, keys)
+    window, by_slots = keys.window, window_is_in_slots(queries, keys)
+    visible = None
     if (causal and rows > 1) or window is not None:
-        pairs = torch.ones(rows, columns, dtype=torch.bool, device=device)
+        pairs = torch.ones(rows, columns, dtype=torch.bool, device=keys.positions.device)
+        # the last T keys are those of the queries, so that the diagonal ends at the last of both
         pairs = pairs.tril(columns - rows) if causal else pairs
         if window is not None and by_slots:
             pairs = pairs.triu(columns - rows - window + 1)
-        found = pairs[None, None]
+        visible = pairs[None, None]
     if window is not None and not by_slots:
-        found = found & (lag_numbers(queries, keys, causal) < window).unsqueeze(-3)
+        visible = visible & (lag_counts(queries, keys, causal) < window).unsqueeze(-3)
     if keys.segments is not None:
         same = queries.segments.unsqueeze(-1) == keys.segments.unsqueeze(-2)
-        found = same.unsqueeze(1) if found is None else found & same.unsqueeze(1)
+        visible = same.unsqueeze(1) if visible is None else visible & same.unsqueeze(1)
     if keys.padding is not None:
-        shown = ~keys.padding[:, None, None]
-        found = shown if found is None else found & shown
-    return found
+        real = ~keys.padding[:, None, None]
+        visible = real if visible is None else visible & real
+    return visible

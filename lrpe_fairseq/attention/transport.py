@@ -1,6 +1,6 @@
 """Scores of keys that reflections carry along the text, in chunks (PaTH, Yang et al. 2025).
 
-score_st = q_s^T H_s ... H_(t+1) k_t with H_u = I - beta_u w_u w_u^T (``encodings.forms``). In a
+score_st = q_s^T H_s ... H_(t+1) k_t with H_u = I - beta_u w_u w_u^T (``core.forms``). In a
 chunk of C tokens H_C ... H_1 = I - W^T Y, where Y and Z solve one triangular system (the UT
 transform). All of it is ordinary differentiable PyTorch in the dtype of queries or keys, which is
 float32 or wider.
@@ -59,9 +59,11 @@ class _Chunks(NamedTuple):
 
 def _chunks(q: Tensor, k: Tensor, transport: Transport) -> _Chunks:
     """Cut T tokens into equal chunks, the last one padded with zeros, and solve each."""
-    sizes = chunks_of(q.shape[2], CHUNK)
-    given = q, k, transport.w.to(q), transport.beta.to(q).unsqueeze(-1)
-    q, k, w, beta = (cut(x, *sizes) for x in given)
+    count, size = chunks_of(q.shape[2], CHUNK)
+    q = cut(q, count, size)
+    k = cut(k, count, size)
+    w = cut(transport.w.to(q), count, size)
+    beta = cut(transport.beta.to(q).unsqueeze(-1), count, size)
     right = beta * torch.cat([w, (w @ k.mT).tril(-1)], -1)
     system = beta * (w @ w.mT).tril(-1)  # its diagonal of ones is not read
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -82,7 +84,8 @@ def score_blocks(
     scores; the columns end at the last query, and begin at the first key of the ``window``.
     """
     batch, heads, length, before = *q.shape[:3], k.shape[2] - q.shape[2]
-    chunks, own = _chunks(q, k[:, :, before:], transport), k[:, :, :before]
+    chunks = _chunks(q, k[:, :, before:], transport)
+    earlier = k[:, :, :before]
     count, size = chunks.w.shape[2:4]
     most = count if window is None else -(-window // size)
     step = max(1, min(most, limit // max(1, batch * heads * size * k.shape[2])))
@@ -92,28 +95,33 @@ def score_blocks(
         begin = before + lowest * size if lowest else 0
         rows = slice(first * size, min(last * size, length))
         columns = slice(begin, before + rows.stop)
-        shown = own[:, :, : 0 if lowest else before]
+        # a window that begins inside the chunks hides all keys before them
+        shown = earlier[:, :, : 0 if lowest else before]
         sizes = rows.stop - rows.start, columns.stop - columns.start
         yield rows, columns, partial(_walked_back, chunks, shown, first, last, lowest, sizes)
 
 
 def _walked_back(
-    chunks: _Chunks, own: Tensor, first: int, last: int, lowest: int, sizes: tuple[int, int]
+    chunks: _Chunks, earlier: Tensor, first: int, last: int, lowest: int, sizes: tuple[int, int]
 ) -> Tensor:
     """Return the scores of the queries of chunks ``first`` to ``last`` (exclusive).
 
-    Their keys are those of the chunks from ``lowest`` on, and before them the keys ``own``.
+    Their keys are those of the chunks from ``lowest`` on, and before them the keys ``earlier``.
     sizes: the numbers of queries and keys, without the padding of the last chunk.
     """
-    size = chunks.w.shape[3]  # pulled: the queries of chunks j + 1 to last, at the end of chunk j
-    pulled, columns = own.new_empty(*own.shape[:2], 0, own.shape[-1]), []
+    size = chunks.w.shape[3]
+    # the queries of chunks j + 1 to last, pulled back to the end of chunk j
+    pulled = earlier.new_empty(*earlier.shape[:2], 0, earlier.shape[-1])
+    columns = []
     for j in reversed(range(lowest, last)):
         inside, start, end, w, y = (x[:, :, j] for x in chunks)
-        scores, pulled = pulled @ end.mT, pulled - (pulled @ w.mT) @ y
+        scores = pulled @ end.mT
+        pulled = pulled - (pulled @ w.mT) @ y
         if j >= first:
-            scores, pulled = torch.cat([inside, scores], 2), torch.cat([start, pulled], 2)
+            scores = torch.cat([inside, scores], 2)
+            pulled = torch.cat([start, pulled], 2)
         columns.append(F.pad(scores, (0, 0, size * (last - first) - scores.shape[2], 0)))
-    scores = torch.cat([pulled @ own.mT, *reversed(columns)], -1)
+    scores = torch.cat([pulled @ earlier.mT, *reversed(columns)], -1)
     return scores[:, :, : sizes[0], : sizes[1]]
 
 
@@ -123,10 +131,11 @@ def carried(k: Tensor, transport: Transport) -> Tensor:
     Features of k beyond those of w are not changed.
     """
     w = F.pad(transport.w, (0, k.shape[-1] - transport.w.shape[-1]))
-    before, length = k.shape[2] - w.shape[2], k.shape[2]
-    k, own = k[:, :, :before], k[:, :, before:]
+    length = k.shape[2]
+    before = length - w.shape[2]
+    latest, k = k[:, :, before:], k[:, :, :before]
     with without_autocast(k):
-        chunks = _chunks(own, own, Transport(w, transport.beta))
+        chunks = _chunks(latest, latest, Transport(w, transport.beta))
         for j in range(chunks.w.shape[2]):
             k = k - (k @ chunks.y[:, :, j].mT) @ chunks.w[:, :, j]
             k = torch.cat([k, chunks.end[:, :, j]], 2)
@@ -154,10 +163,12 @@ def carried_sums(
     Returns: (B, H, T, E), and the state after the last token.
     """
     inside, start, end, w, y = _chunks(q, k, transport)
-    v, whole = cut(v, *w.shape[2:4]), torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
-    whole = whole - w.mT @ y
+    count, size = w.shape[2:4]
+    v = cut(v, count, size)
+    # what a chunk makes of the state before it: all its reflections at once
+    whole = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device) - w.mT @ y
     if log_decay is not None:
-        factor = _factors(log_decay, q.shape[2], *w.shape[2:4], lowest).to(w)
+        factor = _factors(log_decay, q.shape[2], count, size, lowest).to(w)
         inside, start = inside * factor[..., 1:, 1:], start * factor[..., 1:, :1]
         end, whole = end * factor[..., -1, 1:, None], whole * factor[..., -1:, :1]
     states = [before]
@@ -173,7 +184,9 @@ def _factors(log_decay: Tensor, length: int, chunks: int, size: int, lowest: flo
     Row and column 0 are the token before the chunk. Above the diagonal it is 1 or 0.
     """
     shut = log_decay <= lowest
-    parts = log_decay.masked_fill(shut, 0.0), shut
-    total, part = (F.pad(decay_in_chunk(x, length, chunks, size), (1, 0)) for x in parts)
+    # a shut gate would make all differences of its sums 0 to rounding: it is counted instead
+    open_only = log_decay.masked_fill(shut, 0.0)
+    total = F.pad(decay_in_chunk(open_only, length, chunks, size), (1, 0))
+    shut_so_far = F.pad(decay_in_chunk(shut, length, chunks, size), (1, 0))
     factor = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
-    return factor.masked_fill(part.unsqueeze(-1) != part.unsqueeze(-2), 0.0)
+    return factor.masked_fill(shut_so_far.unsqueeze(-1) != shut_so_far.unsqueeze(-2), 0.0)

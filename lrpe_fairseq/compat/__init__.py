@@ -15,6 +15,7 @@ module                 what it mends
 ``batch_order``        a resumed training reads the batches of an uninterrupted one
 ``batching``           ``--num-batch-buckets`` works; the last batch is kept
 ``bf16``               ``--bf16`` is not taken for a TPU
+``byte_pieces``        text that bytes of a SentencePiece model spell
 ``clock``              training time survives a change of the clock
 ``dictionary_check``   a checkpoint records its words, and is not read with others
 ``half_precision``     ``--fp16`` resumes with the float32 weights
@@ -28,6 +29,7 @@ module                 what it mends
 ``resumed_place``      the place in the data with other batches; another model is refused
 ``run_state``          trainings of a sweep do not share state
 ``safe_checkpoints``   torch's safe loading, in several processes too
+``time_left``          a training says how long it takes
 =====================  ============================================================================
 
 Two modules have an ``apply()`` of their own, because they act later: after the models are
@@ -50,6 +52,7 @@ from lrpe_fairseq.compat.averages import copy_buffers_to_the_average
 from lrpe_fairseq.compat.batch_order import resume_in_the_same_order
 from lrpe_fairseq.compat.batching import bucket_by_percentile_method, keep_the_last_batch
 from lrpe_fairseq.compat.bf16 import keep_bf16_off_the_tpu
+from lrpe_fairseq.compat.byte_pieces import join_byte_pieces
 from lrpe_fairseq.compat.clock import measure_training_time_monotonically
 from lrpe_fairseq.compat.dictionary_check import refuse_other_dictionaries
 from lrpe_fairseq.compat.half_precision import save_what_half_precision_rounds
@@ -70,6 +73,7 @@ from lrpe_fairseq.compat.safe_checkpoints import (
     allow_checkpoint_globals,
     share_checkpoint_between_processes,
 )
+from lrpe_fairseq.compat.time_left import say_how_long_a_training_takes
 
 FIXES: tuple[Callable[[], None], ...] = (
     restore_numpy_names,
@@ -84,6 +88,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     copy_buffers_to_the_average,
     refuse_unsafe_archives,
     measure_training_time_monotonically,
+    join_byte_pieces,
     gather_predictions,
     resume_where_the_data_were_left,
     resume_in_the_same_order,
@@ -95,6 +100,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     refuse_a_missing_path,
     give_every_run_a_state_of_its_own,
     refuse_other_dictionaries,
+    say_how_long_a_training_takes,
 )
 
 

@@ -21,6 +21,7 @@ def restore_numpy_names() -> None:
         (np, "int", int),
         (np, "float", float),
     )
+    # set on numpy itself: fairseq's modules read these names when they run
     for owner, name, builtin in removed:
         if not hasattr(owner, name):
             setattr(owner, name, builtin)

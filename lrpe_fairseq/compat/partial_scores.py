@@ -54,6 +54,7 @@ def _filter_or_refuse(
     _, ignored = dataset.filter_indices_by_size(indices, max_positions)
     if len(ignored):
         said = _too_long(dataset, indices, ignored, max_positions)
+        # --skip-invalid-size-inputs-valid-test, and the training set, which is filtered as ever
         if not ignore_invalid_inputs:
             refuse(
                 f"{said} would be left out: shorten the samples{_how_to_shorten(self)}"

@@ -45,7 +45,7 @@ from lrpe_fairseq.encodings.scores.shaw import Shaw
 from lrpe_fairseq.encodings.scores.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.scores.t5 import T5Bias
 from lrpe_fairseq.encodings.scores.transformer_xl import TransformerXL
-from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, FORM, Algebraic, APETree
+from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, COMPONENTS, Algebraic, APETree
 from lrpe_fairseq.encodings.wrappers.fox import FoX, can_be_gated, gated
 from lrpe_fairseq.encodings.wrappers.grid import GridEncoding
 from lrpe_fairseq.encodings.wrappers.path import Path, can_be_carried, path
@@ -104,9 +104,10 @@ ENCODINGS: dict[str, Constructor] = {
     "stick-breaking": StickBreaking,
     "tape": TAPE,
 }
+"""Name on the command line -> constructor, of every encoding with an entry of its own."""
 
 WRAPPERS = ("gated", "path", "selective")
-"""The free forms whose rest is a name."""
+"""The prefixes of composed names whose rest is a name."""
 
 DEFAULT = "lrpe-type2"
 """The encoding of a model whose configuration does not name one."""
@@ -120,7 +121,7 @@ class Family(NamedTuple):
     reason. causal_only: True if all encodings of the family are for causal attention only.
     """
 
-    form: str
+    pattern: str
     rest: str
     names: tuple[str, ...]
     build: Callable[[str], Constructor | None]
@@ -147,14 +148,14 @@ def _wrapper(
     why: str,
     causal_only: bool = False,
 ) -> Family:
-    """Return the form ``<prefix>:<name>``, which wraps the encodings that ``accepts`` allows.
+    """Return the family ``<prefix>:<name>``, which wraps the encodings that ``accepts`` allows.
 
     inner: describes these encodings. why: error for any other; {} stands for their names.
     """
     names = list(filter(accepts, ENCODINGS))
 
     def build(name: str) -> Constructor:
-        """Return the constructor of the form with this name."""
+        """Return the constructor of the wrapped encoding of this name."""
         if not accepts(name):
             raise ChoiceError(f"{prefix}:{name}: {why.format(', '.join(names))}")
         return partial(wrap, inner=constructor_of(name))
@@ -177,7 +178,7 @@ def constructor_of(name: str) -> Constructor:
             f"unknown position encoding {shortened(name)}{hint}{' The' if hint else '; the'} "
             "names are "
             f"{', '.join(ENCODINGS)}, "
-            + ", ".join(f"or {family.form} {family.rest}" for family in FAMILIES.values())
+            + ", ".join(f"or {family.pattern} {family.rest}" for family in FAMILIES.values())
         )
     return constructor
 
@@ -185,7 +186,7 @@ def constructor_of(name: str) -> Constructor:
 def canonical_name(name: str) -> str:
     """Return the one name of an encoding that has several, so that equal methods share runs.
 
-    Names with one form, also unknown ones, are returned unchanged.
+    Names without another one, also unknown ones, are returned unchanged.
 
     >>> canonical_name("lrpe-tmlr-type3"), canonical_name("gated:rope")
     ('lrpe:householder:permutation', 'gated:lrpe:identity:rotation')
@@ -199,15 +200,30 @@ def canonical_name(name: str) -> str:
     return "ape:sequence" if constructor is APE else name
 
 
+def unwrapped(encoding: str) -> tuple[list[str], str]:
+    """Return the wrappers of an encoding, the outer one first, and what they wrap.
+
+    >>> unwrapped("gated:path:lrpe-type2"), unwrapped("lrpe:identity:rotation")
+    ((['gated', 'path'], 'lrpe-type2'), ([], 'lrpe:identity:rotation'))
+    """
+    wrappers = []
+    prefix, _, rest = encoding.partition(":")
+    while rest and prefix in WRAPPERS:
+        wrappers.append(prefix)
+        encoding = rest
+        prefix, _, rest = encoding.partition(":")
+    return wrappers, encoding
+
+
 def encoding_class(name: str) -> type[Encoding]:
     """Return the class of the encoding ``name``; for ``gated:<name>`` and others that of <name>.
 
     Raises: ChoiceError if it is unknown.
     """
-    found = constructor_of(name)
-    while isinstance(found, partial):
-        found = found.keywords.get("inner", found.func)
-    return found
+    constructor = constructor_of(name)
+    while isinstance(constructor, partial):
+        constructor = constructor.keywords.get("inner", constructor.func)
+    return constructor
 
 
 def is_causal_only(name: str) -> bool:
@@ -227,7 +243,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "ape": Family(
         "ape:<component>(+<component>)*",
-        f"with each component {FORM}",
+        f"with each component {COMPONENTS}",
         ("ape:sequence", "ape:cycle7", "ape:sequence+cycle7", "ape:tree3+sequence"),
         _free_algebraic,
     ),
@@ -260,10 +276,12 @@ FAMILIES: dict[str, Family] = {
         "lrpe:<P>:<Lambda> without a permutation",
     ),
 }
-"""The free forms by prefix."""
+"""The families of composed names by prefix."""
 
-FREE_FORMS: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.names)
-"""Names of the free forms."""
+COMPOSED_NAMES: tuple[str, ...] = tuple(
+    name for family in FAMILIES.values() for name in family.names
+)
+"""Names of all families, or examples."""
 
 
 class _ReadOptions(EncodingOptions):
@@ -289,7 +307,7 @@ def options_read_by(name: str) -> frozenset[str]:
     encoding = build_encoding(name, max(8, 2 * slices), 1, causal=True, options=options)
     ignored = set() if encoding.scales else {RotationOptions}
     ignored |= set() if encoding.angles else {AngleOptions}  # every constructor reads both
-    return frozenset(own.name for kind in options.kinds - ignored for own in fields(kind))
+    return frozenset(field.name for kind in options.kinds - ignored for field in fields(kind))
 
 
 def has_rotations(name: str) -> bool:
@@ -314,20 +332,22 @@ def angles_of(name: str) -> str:
 
 def options_of_encodings() -> dict[str, Field]:
     """Return the options of all encodings as {name: field}, in the order of their classes."""
-    found: dict[str, Field] = {}
+    options: dict[str, Field] = {}
     for kind in kinds_of_options():
-        for own in fields(kind):
-            if own.name in found or not own.metadata.get("help"):
-                raise TypeError(f"{kind.__qualname__}.{own.name} needs a new name and a help text")
-            found[own.name] = own
-    return found
+        for field in fields(kind):
+            if field.name in options or not field.metadata.get("help"):
+                raise TypeError(
+                    f"{kind.__qualname__}.{field.name} needs a new name and a help text"
+                )
+            options[field.name] = field
+    return options
 
 
-def _parse_departures(given: str | Collection[str]) -> frozenset[str]:
+def _parse_departures(names: str | Collection[str]) -> frozenset[str]:
     """Return the departures that are named; see ``fidelity``, which reads :data:`ENCODINGS`."""
     from lrpe_fairseq.encodings.fidelity import parse_departures
 
-    return parse_departures(given)
+    return parse_departures(names)
 
 
 register_methods(kinds_of_options, _parse_departures)
@@ -347,7 +367,7 @@ def build_encoding(
     """Build the encoding ``name``.
 
     Args:
-        name: a key of :data:`ENCODINGS` or a free form of :data:`FAMILIES`.
+        name: a key of :data:`ENCODINGS` or a composed name of :data:`FAMILIES`.
         head_dim, num_heads, causal, seed, width, score_scale: see :class:`EncodingSpec`.
         options: options of individual methods, with checked values; those of other methods are
             ignored.
@@ -378,4 +398,5 @@ def build_encoding(
             "--rotation-fraction: leave them out, or choose rope or an LRPE type with rotations"
         )
     encoding.name = name
+    _, encoding.inner_name = unwrapped(name)
     return encoding

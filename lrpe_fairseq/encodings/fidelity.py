@@ -44,11 +44,11 @@ DEPARTURES: dict[str, Departure] = (
 )
 """All departures by name, in the order of ``docs/fidelity.md``."""
 
-PUBLISHED = frozenset(name for name, own in DEPARTURES.items() if not own.named_only)
+PUBLISHED = frozenset(name for name, departure in DEPARTURES.items() if not departure.named_only)
 """The departures that ``published`` switches on."""
 
 
-def parse_departures(given: str | Collection[str]) -> frozenset[str]:
+def parse_departures(departures: str | Collection[str]) -> frozenset[str]:
     """Return the departures that ``--fidelity TEXT`` or a collection of names switches on.
 
     TEXT is ``correct`` (none) or a comma-separated list, which may contain ``published``; so may a
@@ -57,14 +57,19 @@ def parse_departures(given: str | Collection[str]) -> frozenset[str]:
     >>> sorted(parse_departures("t5-unit-init,t5-shared-bias"))
     ['t5-shared-bias', 't5-unit-init']
     """
-    if given == "correct":
+    if departures == "correct":
         return frozenset()
-    if not isinstance(given, Collection) or not all(isinstance(name, str) for name in given):
+    if not isinstance(departures, Collection) or not all(
+        isinstance(name, str) for name in departures
+    ):
         raise ChoiceError(
-            f"fidelity is a text or a collection of names, not {given!r}: choose correct, "
+            f"fidelity is a text or a collection of names, not {departures!r}: choose correct, "
             "published, or names of departures"
         )
-    names = {name.strip() for name in (given.split(",") if isinstance(given, str) else given)}
+    names = {
+        name.strip()
+        for name in (departures.split(",") if isinstance(departures, str) else departures)
+    }
     chosen = frozenset(names - {"published"})
     unknown = sorted(chosen - DEPARTURES.keys())
     if unknown:

@@ -23,10 +23,10 @@ def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
     and of angles in a layer without them, if another layer of the pattern has them. A floor of
     angles takes its length from ``tokens_per_sample`` unless ``context_length`` is given.
     """
-    defaults = {name: own.default for name, own in options_of_encodings().items()}
+    defaults = {name: field.default for name, field in options_of_encodings().items()}
     defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
-    given = {name: getattr(options, name, default) for name, default in defaults.items()}
-    plain = {name: str(v) if isinstance(v, Enum) else v for name, v in given.items()}
+    chosen = {name: getattr(options, name, default) for name, default in defaults.items()}
+    plain = {name: str(v) if isinstance(v, Enum) else v for name, v in chosen.items()}
     floored = plain["angle_floor"] != "none"
     if floored and plain["context_scaling"] not in YARN:
         # yarn needs the length of training even if a longer text is read
@@ -55,22 +55,24 @@ def tokens_per_sample(options: Any) -> int:
 
     It is 0, too, in options whose reference to the task is not resolved.
     """
-    given = getattr(options, "tokens_per_sample", 0) or 0
-    return 0 if isinstance(given, str) and not given.isdigit() else int(given)
+    length = getattr(options, "tokens_per_sample", 0) or 0
+    return 0 if isinstance(length, str) and not length.isdigit() else int(length)
 
 
 def _defaults_of_other_layers(options: Any, layer: int) -> dict[str, Any]:
     """Return the defaults of options that other layers of a pattern have, but not ``layer``."""
     names = patterns.values(getattr(options, "position_encoding", DEFAULT))
-    own = names[layer % len(names)]
+    name_of_layer = names[layer % len(names)]
     conditions = {
         RotationOptions: has_rotations,
         AngleOptions: lambda name: bool(angles_of(name)),
     }
-    found = {}
+    unread = {}
     for kind, has in conditions.items():
-        if any(map(has, names)) and not has(own):
-            found |= {field.name: field.default for field in fields(kind)}
-    if angles_of(own) != "learned" and any(angles_of(name) == "learned" for name in names):
-        found["angle_parameter"] = AngleOptions.angle_parameter
-    return found
+        if any(map(has, names)) and not has(name_of_layer):
+            unread |= {field.name: field.default for field in fields(kind)}
+    if angles_of(name_of_layer) != "learned" and any(
+        angles_of(name) == "learned" for name in names
+    ):
+        unread["angle_parameter"] = AngleOptions.angle_parameter
+    return unread

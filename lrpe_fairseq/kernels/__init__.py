@@ -1,1 +1,1 @@
-"""Compiled forms of encodings and attention: C++ for CPUs, Triton for CUDA, one loader."""
+"""Kernels of encodings and attention: C++ for CPUs, Triton for CUDA, one loader."""

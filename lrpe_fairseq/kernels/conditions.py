@@ -101,6 +101,7 @@ def _is_traced() -> bool:
 
 
 def _is_concrete(x: Tensor) -> bool:
+    # a subclass may have no memory of its own, or other rules of dispatch
     return (
         type(x) in (Tensor, nn.Parameter)
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -74,27 +74,28 @@ def kernels_in_use(device: str | None = None) -> dict[str, str]:
         precision on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    forms, reason = _forms_of(device)
-    found = {"device": device, **forms}
-    return {**found, "reason": reason} if "pytorch" in forms.values() else found
+    kernels, reason = _kernels_of(device)
+    record = {"device": device, **kernels}
+    return {**record, "reason": reason} if "pytorch" in kernels.values() else record
 
 
 SERVED: dict[str, list[str]] = {}
-"""What this process has computed -> the forms that computed it; see :func:`log_served`."""
+"""What this process has computed -> the kernels that computed it; see :func:`log_served`."""
 
 
-def log_served(what: str, form: str, device: str) -> None:
-    """Record, and log once, which form computes ``what``, such as "softmax attention of t5".
+def log_served(what: str, kernel: str, device: str) -> None:
+    """Record, and log once, which kernel computes ``what``, such as "softmax attention of t5".
 
     Run files have these records: :func:`.fairseq_log.served` reads them in a log.
     """
-    forms, form = SERVED.setdefault(what, []), f"{form} on {device}"
-    if form not in forms:
-        forms.append(form)
-        logger.info("%s runs as %s", what, form)
+    known = SERVED.setdefault(what, [])
+    kernel = f"{kernel} on {device}"
+    if kernel not in known:
+        known.append(kernel)
+        logger.info("%s runs as %s", what, kernel)
 
 
-def _forms_of(device: str) -> tuple[dict[str, str], str]:
+def _kernels_of(device: str) -> tuple[dict[str, str], str]:
     names = ("causal", "encode")
     if device != "cpu":
         reason = _why_unsupported() or _why_triton_fails()
@@ -106,10 +107,10 @@ def _forms_of(device: str) -> tuple[dict[str, str], str]:
         importlib.import_module("lrpe_fairseq.kernels.linear.causal_cpu"),
         importlib.import_module("lrpe_fairseq.kernels.encode.encode_cpu"),
     )
-    loaded = (module.library() is not None for module in modules)
-    return {
-        n: "cpu-c++" if found else "pytorch" for n, found in zip(names, loaded, strict=True)
-    }, reason
+    kernels = {}
+    for name, module in zip(names, modules, strict=True):
+        kernels[name] = "pytorch" if module.library() is None else "cpu-c++"
+    return kernels, reason
 
 
 # --- Triton ------------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ def triton_kernels(module: str) -> ModuleType | None:
 def _triton_kernels(module: str) -> ModuleType | None:
     unsupported = _why_unsupported()
     reason = unsupported or _why_too_old(module) or _why_triton_fails()
+    # a machine without a GPU is no reason to warn, unless kernels were asked for
     asked = os.environ.get(VARIABLE) == "1" and torch.cuda.is_available()
     if reason and (asked or not unsupported):
         logger.warning("the Triton kernels of %s are not used: %s", module, reason)
@@ -162,13 +164,13 @@ def is_rocm() -> bool:
 def _why_too_old(module: str) -> str:
     """Return the reason why this release of Triton does not compile ``module``, if it does not."""
     oldest = OLDEST_TRITON.get(module, (0, 0))
-    found = importlib.import_module("triton").__version__
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) >= oldest:
+    version = importlib.import_module("triton").__version__
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= oldest:
         return ""
     needed = ".".join(map(str, oldest))
     return (
-        f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {found}, so PyTorch "
-        "is used"
+        f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {version}, "
+        "so PyTorch is used"
     )
 
 
@@ -194,8 +196,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     search for it takes longer, and a training step is often as fast as the host.
     """
     with torch.cuda.device_of(args[0]):
-        form = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
-        known = _compiled.get(form)
+        # Triton specializes for types, alignment and the values of some numbers
+        key = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
+        known = _compiled.get(key)
         if known is not None:
             _, compiled, rest = known
             compiled[(*grid, 1, 1)](*args, *rest)
@@ -203,11 +206,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         compiled = kernel[grid](*args, **constants)
         if compiled is not None and _runs_compiled():
             names = kernel.arg_names[len(args) :]
-            _compiled[form] = kernel, compiled, [constants[name] for name in names]
+            _compiled[key] = kernel, compiled, [constants[name] for name in names]
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]] = {}
-"""Kernels, their compiled form and their constants in order, by all that the code depends on.
+"""Kernels, their compiled code and their constants in order, by all that the code depends on.
 
 A kernel is held, because its id may belong to another one when it is gone."""
 
@@ -256,7 +259,7 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_library(source)))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.warning(
-            "the kernel %s does not compile, so the slower PyTorch form is used (%s); "
+            "the kernel %s does not compile, so the slower PyTorch code is used (%s); "
             "set CXX to GCC 12, clang 14 or newer, or %s=0",
             source.name,
             _reason(error),
@@ -277,6 +280,7 @@ def _library(source: Path) -> Path:
     """Return the path of the library for this machine; compile it if it is not in the cache."""
     command = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS]
     read = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    # another compiler, processor, source or flag gives another file
     made_of = (*read, " ".join(command).encode(), _processor().encode())
     digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()
     name = f"{source.stem}-{digest[:16]}.so"
@@ -296,6 +300,7 @@ def _library(source: Path) -> Path:
 def _compile(command: list[str], target: Path) -> None:
     """Compile to ``target`` atomically, with a checksum appended, accessible to this user only."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        # other processes may compile the same file now: each writes its own, and the last replaces
         built = Path(folder, target.name)
         done = [*command, "-o", str(built)]
         subprocess.run(done, check=True, capture_output=True, text=True, timeout=300)
@@ -324,9 +329,9 @@ def _is_complete(library: Path) -> bool:
 
 def _is_private(path: Path) -> bool:
     """True for a regular file or folder that is owned by, and writable for, this user only."""
-    found = path.lstat()
-    plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return plain and found.st_uid == os.getuid() and not found.st_mode & WRITABLE_BY_OTHERS
+    status = path.lstat()  # not that of the target of a link, which others may replace
+    plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return plain and status.st_uid == os.getuid() and not status.st_mode & WRITABLE_BY_OTHERS
 
 
 def _cache() -> Path:

@@ -219,6 +219,7 @@ def check_memory(options: Any) -> None:
     check_number("--memory-length", length, least=0, most=LONGEST)
     if not length:
         return
+    # one linear layer of a mixed stack is enough
     if "linear" in over_layers(options.attention_type, options.decoder_layers):
         raise ChoiceError(
             "a memory of earlier segments requires softmax attention: the state of linear "

@@ -37,6 +37,7 @@ def reset_unbuilt(path: str, state: dict[str, Any]) -> None:
         return
     weights = [name.split(".") for name in state.get("model") or {}]
     for option, part in PARTS.items():
+        # a part of a layer is one word of the name of its weights
         if model.get(option) and not any(part in name for name in weights):
             logger.warning(
                 "%s has %s=True, which was ignored when it was trained: it is read without",

@@ -38,7 +38,7 @@ class AttentionOptions(FairseqDataclass):
     position_encoding: str = option(
         DEFAULT,
         f"relative position encoding: {', '.join(ENCODINGS)}, or a free form: "
-        + ", ".join(family.form for family in FAMILIES.values())
+        + ", ".join(family.pattern for family in FAMILIES.values())
         + IN_TURN,
     )
     attention_normalizer: str = option(

@@ -220,6 +220,7 @@ def fit_grid(options: Any, task: Any) -> None:
 
     Raises: ChoiceError if the image is not made of patches, or the options say another grid.
     """
+    # pixels of other inputs have no size that the task knows
     if str(options.input) != "image" or getattr(task, "image_size", None) is None:
         return
     sides = rows_and_columns(task.image_size)
@@ -230,6 +231,7 @@ def fit_grid(options: Any, task: Any) -> None:
             f"images of {sides[0]} x {sides[1]} pixels are not made of patches of {patch} x "
             f"{patch}: change --image-size or --patch"
         )
+    # a checkpoint has the grid of its training, which may be given again
     if options.grid_width not in (0, grid[1]) or options.grid_height not in (0, grid[0]):
         raise ChoiceError(
             f"images of {sides[0]} x {sides[1]} pixels have {grid[0]} rows of {grid[1]} patches: "
@@ -251,7 +253,7 @@ def check_patches(options: Any, task: Any) -> None:
             raise ChoiceError(f"{flag_of(name)} is an option of --input pixels: leave it out")
     if kind == "tokens" and options.patch != 1:
         raise ChoiceError("--patch is an option of --input pixels")
-    elif options.channels != 1:
+    if options.channels != 1:
         raise ChoiceError("--channels is an option of --input pixels")
 
 
@@ -261,6 +263,7 @@ def _check_pixels(options: Any, dictionary: Any) -> None:
         raise ChoiceError("--patch needs --grid-width, the number of patches in a row")
     check_number("--pixel-mean", options.pixel_mean, Real)
     check_number("--pixel-std", options.pixel_std, Real, above=0)
+    # ids are used as numbers
     if dictionary.symbols[BLACK:] != [str(value) for value in range(256)]:
         raise ChoiceError(
             "--input pixels needs a dictionary of the symbols 0 to 255 in this order: prepare the "

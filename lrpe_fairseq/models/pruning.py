@@ -109,6 +109,7 @@ def as_built(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any
         options, prefix = stack_of(saved, side)
         layers = getattr(options, f"{prefix}layers", 0)
         wanted, _ = stack_of(training, side)
+        # with fewer layers the checkpoint says itself that it was pruned
         same = layers == getattr(wanted, f"{prefix}layers", 0)
         if listed and same and not kept_layers(saved, side):
             setattr(options, f"{prefix}layers_to_keep", listed)
@@ -116,6 +117,7 @@ def as_built(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _config(model: dict[str, Any]) -> DictConfig:
+    # choices are enumerations, which omegaconf takes as objects
     return OmegaConf.create(model, flags={"allow_objects": True})
 
 
@@ -176,6 +178,7 @@ def complete_pruned(path: str, state: dict[str, Any]) -> None:
     for side in SIDES:
         layers = model.get(f"{side}_layers")
         saved = count_layers(state.get("model") or (), side)
+        # no such side, all layers, or a checkpoint that fairseq itself prunes
         if not layers or not 0 < saved < layers or kept_layers(model, side):
             continue
         unknown = [n for n in patterns.OPTIONS if len(patterns.values(model.get(n, "0"))) > 1]

@@ -146,7 +146,7 @@ def check_unfinished(path: str, state: dict[str, Any], now: Any) -> None:
     state: of the checkpoint. now: the configuration of this training.
     Raises: Refusal, which names seed and rate of both.
     """
-    last = now["optimization"]["max_update"]
+    last = now["optimization"]["max_update"]  # 0: no limit
     if not 0 < last <= state["optimizer_history"][-1]["num_updates"]:
         return
     had = _seed_and_rate(state["cfg"])
@@ -232,6 +232,7 @@ def warn_about_yarn(path: str, cfg: Any, overrides: dict[str, Any] | None) -> No
     nothing about the checkpoint.
     """
     for name, saved in _attention(cfg.get("model") or {}).items():
+        # overrides are applied when the configuration comes here, and have flat names
         overridden = overrides is not None and name.replace(".", "_") in overrides
         if name.endswith("context_scaling") and saved == RENAMED[0] and not overridden:
             logger.warning(

@@ -216,6 +216,7 @@ def share_tree_embedding(model: TransformerModelBase) -> None:
     """Let encoder and decoder have the same Tree-SQ weights, if both have as many."""
     source = model.encoder.embed_positions
     target = model.decoder.embed_positions
+    # both sides have one if the source has: they share the option
     if isinstance(source, TreeEmbedding) and source.width == target.width:
         target.weight = source.weight
 

@@ -28,6 +28,7 @@ def reset_unread(config: Any, usual: Mapping[str, Any]) -> None:
     """
     for section, part, layers in _stacks(config):
         resets = {**_cut_patterns(part, layers), **_impossible(part), **_of_pixels(part)}
+        # fairseq's own cross-attention reads none of our options
         if section == "cross" and has_stock_cross(config):
             resets |= _of_unbuilt(part, usual)
         for name, value in resets.items():

@@ -51,6 +51,7 @@ class Trapezoid(FairseqLRScheduler):
         if not 0 < cfg.decay_share <= 1:
             refuse(f"--decay-share must be above 0 and at most 1, not {cfg.decay_share}")
         start = decay_start(cfg.max_update, cfg.decay_share)
+        # the rate would fall before it has reached the top
         if not 0 <= cfg.warmup_updates <= start:
             refuse(
                 f"--warmup-updates {cfg.warmup_updates} does not end before the decay, which "

@@ -115,7 +115,7 @@ class LRPEImagesTask(ClassTask):
         files, labels = read_index(Path(cfg.data) / f"{split}.tsv", cfg.num_classes)
         transform = augmentation(cfg) if augmented else Crop(*rows_and_columns(cfg.image_size))
         mixing = mixing_of(cfg) if augmented else None
-        order = None
+        order = None  # of a permutation, without mixing and repeats
         if split == "train" and (mixing or cfg.repeats > 1):
             order = self._order(len(files), mixing is not None)
         self.datasets[split] = ImageDataset(

@@ -89,6 +89,7 @@ class LRPESyntheticTask(FairseqTask):
                 "in training"
             )
         model = super().build_model(cfg, from_checkpoint)
+        # an encoder would see the answers
         if not isinstance(model, FairseqLanguageModel):
             refuse(f"{NAME} supports language models only: choose lrpe_lm or a preset of it")
         return model

@@ -264,6 +264,7 @@ def log_scored(outputs: list[dict]) -> None:
         float(sum(log[f"_{name}"] for log in outputs))
         for name in ("nll", "scored", "correct", "exact", "samples", "published_zeros")
     )
+    # fairseq weighs the means of batches by the counts
     for name, total, count in (
         ("_teacher_nll", nll, scored),
         ("_published_nll", nll, scored + zeros),

@@ -127,6 +127,7 @@ class LRPETruncatedBPTTTask(LanguageModelingTask):
         with one_sentence_errors():
             if not isinstance(self._model, LRPELanguageModel):
                 raise ChoiceError(f"the task {NAME} supports lrpe_lm and its presets only")
+            # a state of linear attention cannot be reset within a row
             linear = "linear" in over_layers(args.attention_type, args.decoder_layers)
             if self.args.reset_at_documents and linear:
                 raise ChoiceError("--reset-at-documents requires softmax attention")
@@ -277,6 +278,7 @@ def document_starts(path: Path, lines: np.ndarray) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise ChoiceError(f"{path} does not list the starts of documents: {error}") from None
     first_tokens = np.concatenate([[0], np.cumsum(lines)])
+    # increasing line numbers of this text; other files list other things
     ordered = (np.diff(numbers) > 0).all() and (numbers >= 0).all()
     if not ordered or (numbers >= len(lines)).any():
         raise ChoiceError(f"{path} does not match the text, which has {len(lines)} lines")

@@ -38,14 +38,14 @@ def results(name, causal, padding):
     return [out, *torch.autograd.grad((out * weights).sum(), [x, *module.parameters()])]
 
 
-@pytest.mark.parametrize("scores", [softmax.BLOCK, BATCH * HEADS * TIME * 9])
+@pytest.mark.parametrize("scores", [softmax.blocks.BLOCK, BATCH * HEADS * TIME * 9])
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     ("name", "causal"),
     [(name, causal) for name in NAMES for causal in (True, False) if causal or name != "fire"],
 )
 def test_the_expanded_table_is_the_bias_of_every_pair(name, causal, padding, scores, monkeypatch):
-    monkeypatch.setattr(softmax, "BLOCK", scores)
+    monkeypatch.setattr(softmax.blocks, "BLOCK", scores)
     found = results(name, causal, padding)
     monkeypatch.setattr(tokens, "known_lags", lambda *_: None)
     torch.testing.assert_close(found, results(name, causal, padding), rtol=1e-11, atol=1e-12)

@@ -194,8 +194,8 @@ def test_places_have_a_number_for_every_head_and_token():
     encoding(q, q, right[..., :1], right[..., :1])
     wrong = [right[:1], right[:, :1], right[:, :, :1], right[..., :3], elsewhere(right)]
     for places in wrong:
-        refused(encoding, "places", q, q, places, right)
-        refused(encoding, "places", q, q, right, places)
+        refused(encoding, "phases", q, q, places, right)
+        refused(encoding, "phases", q, q, right, places)
 
 
 # --- linear attention of features ---------------------------------------------------------------

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from lrpe_fairseq.attention import softmax
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
+from lrpe_fairseq.kernels import dispatch, loader
 from tests.end_to_end.cases import sampled
 
 flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.flash_triton")
@@ -47,7 +47,7 @@ def expected(name, causal, mask):
 @pytest.fixture
 def calls(monkeypatch):
     """The arguments of every call of the kernel, which is used on the CPU."""
-    found, modules = [], {softmax.FLASH: flash_triton, softmax.STICK: stick_triton}
+    found, modules = [], {dispatch.FLASH: flash_triton, dispatch.STICK: stick_triton}
 
     def counted(kernel, *given, **options):
         found.append(options)
@@ -55,7 +55,7 @@ def calls(monkeypatch):
 
     for module, name in ((flash_triton, "flash_attention"), (stick_triton, "stick_attention")):
         monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
-    monkeypatch.setattr(softmax.loader, "triton_kernels", modules.get)
+    monkeypatch.setattr(loader, "triton_kernels", modules.get)
     return found
 
 
@@ -77,7 +77,7 @@ def compared(name, causal, calls, monkeypatch, **options):
     given = {"attention_type": "softmax", "position_encoding": name, "causal": causal}
     module = MultiheadAttention(WIDTH, HEADS, **given).eval()
     found, count = results(module, **options), len(calls)
-    monkeypatch.setattr(softmax.loader, "triton_kernels", lambda name: None)
+    monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
     torch.testing.assert_close(found, results(module, **options), rtol=2e-4, atol=2e-5)
     return count
 

@@ -126,8 +126,8 @@ def test_keys_of_a_group_are_equal_unless_the_encoding_says_that_it_treats_heads
     k = torch.randn(2, 1, 6, D, dtype=torch.float64).expand(-1, HEADS, -1, -1)
     x = inputs(6)
     if encoding.decomposable:
-        places, _ = encoding.places(x, None, None, {})
-        keys = encoding.in_parts(k, k, *[at if places is None else places] * 2)[1]
+        phases, _ = encoding.phases(x, None, None, {})
+        keys = encoding.in_parts(k, k, *[at if phases is None else phases] * 2)[1]
     else:
         keys = k  # score encodings leave them as they are
     transport, _ = encoding.transport(x, at, None, None, {})

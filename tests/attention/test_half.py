@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lrpe_fairseq.attention import half
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
 from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels.linear import half
 
 sums = pytest.importorskip("tests.kernels.test_sweep_triton")
 HALF = (torch.float16, torch.bfloat16)

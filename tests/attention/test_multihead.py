@@ -32,10 +32,12 @@ def test_folding_p_into_the_weights_changes_neither_outputs_nor_gradients(name, 
 
 def test_p_is_folded_for_many_tokens_and_not_where_a_hook_rewrites_the_weights():
     module = module_of()
-    assert module._folds(torch.empty(2, 8, WIDTH))
-    assert not module._folds(torch.empty(1, 1, WIDTH))  # a single token while generating
+    many, one = torch.empty(2, 8, WIDTH), torch.empty(1, 1, WIDTH)
+    assert module._folds(many, many)
+    assert not module._folds(one, one)  # a single token while generating
+    assert not module._folds(many, one)
     module.k_proj.register_forward_pre_hook(lambda *_: None)
-    assert not module._folds(torch.empty(2, 8, WIDTH))
+    assert not module._folds(many, many)
 
 
 @pytest.mark.parametrize("attention_type", ["linear", "softmax"])

@@ -10,8 +10,8 @@ import torch
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.projected import feature_map
 from lrpe_fairseq.encodings import (
+    COMPOSED_NAMES,
     ENCODINGS,
-    FREE_FORMS,
     EncodingOptions,
     angles_of,
     build_encoding,
@@ -43,7 +43,7 @@ CORE_OF = {
 }
 LEARNED = [name for name, core in CORE_OF.items() if core.endswith("learned")]
 FIXED = [name for name in CORE_OF if name not in LEARNED]
-NAMES = (*ENCODINGS, *FREE_FORMS)
+NAMES = (*ENCODINGS, *COMPOSED_NAMES)
 CURES = [("turn", "plain"), ("none", "log"), ("turn", "log"), ("clip", "plain"), ("clip", "log")]
 LEARNED_CURES = [(name, *cure) for name in LEARNED for cure in CURES]
 AT = torch.tensor([0, 1, 2, 127, 128, 5001, 2**31 - 1])
@@ -122,8 +122,8 @@ def test_features_turn_by_the_angles_after_the_floor(name):
     for found, wanted in zip(encoding(q, k, AT, AT), bare(q, k, AT, AT), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     q, k = q.float(), k.float()
-    if kernel := encoding.one_pass(q, k, AT, AT, False):
-        torch.testing.assert_close(kernel(q, k), encoding(q, k, AT, AT), rtol=0, atol=1e-5)
+    encoded = encoding.encode_both(q, k, AT, AT, phi=False)
+    torch.testing.assert_close(encoded, encoding(q, k, AT, AT), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

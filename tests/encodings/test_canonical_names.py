@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, build_encoding, canonical_name
+from lrpe_fairseq.encodings import COMPOSED_NAMES, ENCODINGS, build_encoding, canonical_name
 
-ALIASES = [name for name in (*ENCODINGS, *FREE_FORMS) if canonical_name(name) != name]
+ALIASES = [name for name in (*ENCODINGS, *COMPOSED_NAMES) if canonical_name(name) != name]
 
 
 def test_names_of_one_method_have_one_canonical_name():

@@ -85,7 +85,7 @@ def test_one_pass_is_the_encoding_and_its_gradients(name, kind):
         pytest.skip("encode_cpu.cpp does not compile here")
     encoding, (x, _) = encoding_of(name, kind), example(dtype=torch.float32)
     x.requires_grad_()
-    found = encoding.one_pass(x, x, AT, AT, True)(x, x)[0]
+    found = encoding.encode_both(x, x, AT, AT, phi=True)[0]
     exact, y = copy.deepcopy(encoding).double(), x.detach().double().requires_grad_()
     expected = exact(feature_map(y), feature_map(y), AT, AT)[0]
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -96,10 +96,14 @@ def test_one_pass_is_the_encoding_and_its_gradients(name, kind):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
-def test_one_pass_is_missing_where_a_part_has_none():
-    x, _ = example(width=6, dtype=torch.float32)  # halves of odd width
-    assert encoding_of("rope", "axial", width=6).one_pass(x, x, AT, AT, True) is None
-    assert encoding_of("rope", "sum", width=6).one_pass(*[x.double()] * 2, AT, AT, True) is None
+def test_a_part_without_a_kernel_is_encoded_by_its_definition():
+    """Halves of odd width, and float64."""
+    x, _ = example(width=6, dtype=torch.float32)
+    for kind, rows in (("axial", x), ("sum", x.double())):
+        encoding = encoding_of("rope", kind, width=6)
+        found = encoding.encode_both(rows, rows, AT, AT, phi=True)
+        expected = encoding(feature_map(rows), feature_map(rows), AT, AT)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_layers_share_the_parameters_of_one_axis():

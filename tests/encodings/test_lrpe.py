@@ -125,7 +125,7 @@ def test_permutation_powers_are_repeated_application():
 def test_the_angle_in_use_is_within_1e_3_rad_up_to_position_16384(core, halve):
     encoding = build_encoding(f"lrpe:identity:{core}", head_dim=64, num_heads=2).to(halve)
     positions = torch.tensor([1, 511, 4096, 10000, 16383, 16384])
-    in_use = encoding.core.at(positions, torch.float32).to(torch.complex128)
+    in_use = encoding.core.powers(positions, torch.float32).to(torch.complex128)
     exact = torch.exp(1j * positions[:, None].double() * frequencies(core, 64))
     assert (in_use / exact).angle().abs().max() < 1e-3
 
@@ -203,6 +203,6 @@ def test_a_head_of_odd_width_warns_of_the_feature_that_does_not_turn(name, turns
     if turns_pairs:
         assert "the last of the 9 features of each head does not turn" in said[0]
         q = torch.randn(1, 2, 5, ODD)
-        (turned,) = encoding.core((q,), encoding.core.at(torch.arange(5), q.dtype))
+        (turned,) = encoding.core((q,), encoding.core.powers(torch.arange(5), q.dtype))
         assert torch.equal(turned[..., -1], q[..., -1])
         assert "the last feature does not turn" in encoding.core.latex

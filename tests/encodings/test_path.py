@@ -73,9 +73,9 @@ def test_softmax_in_blocks_of_chunks_is_the_product_of_matrices(chunk):
     wanted = with_gradients(
         lambda q, k, v, w, b, f: softmax_of(carried_scores(q, k, w, b), v, f), given
     )
-    for limit in (1, softmax.BLOCK):
+    for limit in (1, softmax.blocks.BLOCK):
         chunks = mock.patch.object(transport, "CHUNK", chunk)
-        with chunks, mock.patch.object(softmax, "BLOCK", limit):
+        with chunks, mock.patch.object(softmax.blocks, "BLOCK", limit):
             assert_near(with_gradients(softmax_by_blocks, given), wanted, 1e-12, least=0)
 
 
@@ -121,7 +121,7 @@ def test_a_window_hides_keys_and_not_the_reflections_between_them(window):
     scores = carried_scores(q, k, w, beta) / math.sqrt(D) + gate_sums(gates)
     seen = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - window)
     wanted = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
-    with mock.patch.object(transport, "CHUNK", 4), mock.patch.object(softmax, "BLOCK", 1):
+    with mock.patch.object(transport, "CHUNK", 4), mock.patch.object(softmax.blocks, "BLOCK", 1):
         found = softmax_by_blocks(q, k, v, w, beta, gates, window)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -134,7 +134,7 @@ def test_float32_is_right_after_1024_tokens(top, tolerance):
 
     def scores(*given):
         q, k, w, beta = given
-        ((*_, compute),) = transport.score_blocks(q, k, Transport(w, beta), softmax.BLOCK)
+        ((*_, compute),) = transport.score_blocks(q, k, Transport(w, beta), softmax.blocks.BLOCK)
         return compute()
 
     exact = scores(q, k, w, beta)
@@ -246,7 +246,7 @@ def test_a_reflection_changes_pairs_around_its_token_only_and_lengthens_no_key()
     changed = beta.clone()
     changed[:, :, 11] = 2 - beta[:, :, 11]
     blocks = [
-        next(transport.score_blocks(q, k, Transport(w, b), softmax.BLOCK))[2]()
+        next(transport.score_blocks(q, k, Transport(w, b), softmax.blocks.BLOCK))[2]()
         for b in (beta, changed)
     ]
     differs = (blocks[0] - blocks[1]).abs().amax((0, 1)) > 1e-9

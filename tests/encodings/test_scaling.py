@@ -12,7 +12,7 @@ from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.projected import feature_map
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions, build_encoding
+from lrpe_fairseq.encodings import COMPOSED_NAMES, ENCODINGS, EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.rotations.scaling import SCALINGS, YARN, RotationOptions, scaled
 from lrpe_fairseq.errors import ChoiceError
 
@@ -20,7 +20,7 @@ ROTATING = {
     *("rope", "lrpe-type1", "lrpe-type2", "lrpe-type3", "lrpe-type5", "lrpe-type6", "lrpe-type8"),
     *("lrpe-tmlr-type1", "lrpe-tmlr-type2", "rope-2d", "fope", "tape"),
 }
-NAMES = (*ENCODINGS, *FREE_FORMS)
+NAMES = (*ENCODINGS, *COMPOSED_NAMES)
 F, L, D, HEADS = 4.0, 128, 16, 2
 AT = torch.tensor([0, 1, 2, 9, 100, 5001])
 ON = [name for name in SCALINGS if name != "none"]
@@ -129,8 +129,8 @@ def test_features_are_those_of_the_angles_of_the_formula(name, scaling):
     found = encoding(x, x, AT, AT)[0]
     torch.testing.assert_close(found, expected(x, x, AT, AT)[0], rtol=0, atol=1e-9)
     x = x.float()
-    if kernel := encoding.one_pass(x, x, AT, AT, False):
-        torch.testing.assert_close(kernel(x, x)[0].double(), found, rtol=0, atol=1e-5)
+    encoded, _ = encoding.encode_both(x, x, AT, AT, phi=False)
+    torch.testing.assert_close(encoded.double(), found, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(ROTATING))
@@ -328,7 +328,7 @@ def test_a_fraction_of_the_features_turns_as_in_a_head_of_that_width(name):
         assert len(found.angles) <= own
     if name in ("rope", "lrpe-type8", "rope-2d"):
         torch.testing.assert_close(found.angles[: len(start.angles)], start.angles)
-    turned = found((x,), found.at(AT, torch.float64))[0]
+    turned = found((x,), found.powers(AT, torch.float64))[0]
     torch.testing.assert_close(turned[..., plane:], x[..., plane:], rtol=0, atol=0)
     assert (turned[..., 3:, :plane] - x[..., 3:, :plane]).abs().amax() > 0.1
 

@@ -125,7 +125,7 @@ def test_increments_of_a_quarter_are_context_scaling_by_4(kind):
 
 def scores_of(encoding, x, shift=0.0):
     q, k = (text(x.shape[1], seed=s).unflatten(-1, (HEADS, D)).transpose(1, 2) for s in (3, 4))
-    places = encoding.places(x, None, None, {})[0] + shift
+    places = encoding.phases(x, None, None, {})[0] + shift
     q, k = encoding(q, k, places, places)
     return q @ k.mT
 
@@ -148,13 +148,13 @@ def test_float32_is_right_after_16384_tokens_and_under_autocast():
     rounded = woken(module_of("selective:rope", "linear", live=False).float()).encoding
     x = text(16_384, batch=1)
     places, found = (
-        e.places(x.to(t), None, None, {})[0]
+        e.phases(x.to(t), None, None, {})[0]
         for e, t in ((exact, torch.float64), (rounded, torch.float32))
     )
     assert found.dtype == torch.float64
     assert (found - places).abs().max() < 1e-5 * places.abs().max()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(rounded.places(x.float(), None, None, {})[0], found)
+        assert torch.equal(rounded.phases(x.float(), None, None, {})[0], found)
 
 
 def test_other_encodings_and_uses_are_refused_in_one_sentence():

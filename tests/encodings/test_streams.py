@@ -7,7 +7,7 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parts import PARTS
-from lrpe_fairseq.encodings import ENCODINGS, FREE_FORMS, EncodingOptions
+from lrpe_fairseq.encodings import COMPOSED_NAMES, ENCODINGS, EncodingOptions
 from lrpe_fairseq.encodings.core.options import NUMBERS, EncodingSpec
 
 LAYERS, SPACING = 4, 1_000_003
@@ -33,7 +33,7 @@ def seeds(monkeypatch):
 
 
 @pytest.mark.parametrize("start", ["rope", "identity"])
-@pytest.mark.parametrize("name", [*ENCODINGS, *FREE_FORMS, *COLLISIONS])
+@pytest.mark.parametrize("name", [*ENCODINGS, *COMPOSED_NAMES, *COLLISIONS])
 def test_no_two_streams_of_a_stack_begin_at_one_seed(name, start, seeds):
     canonical = {"ape_generator": "canonical"} if "tree" not in name else {}
     for options in ({}, canonical, {"grid_width": 3, "position_grid": "axial"}):

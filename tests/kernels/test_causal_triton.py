@@ -5,6 +5,7 @@
 Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1, set in tests/conftest.py).
 """
 
+import importlib
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention import linear
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels import dispatch, loader
 from lrpe_fairseq.kernels.linear import causal
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
@@ -162,7 +163,7 @@ def test_linear_attention_gives_the_same_with_and_without_the_kernels(
     expected = linear_attention(q, k, v, **options)
     calls = []
     monkeypatch.setattr(causal_triton, "serves", lambda *_: calls.append(1) or True)
-    monkeypatch.setattr(loader, "triton_kernels", lambda name: causal_triton)
+    monkeypatch.setattr(loader, "triton_kernels", importlib.import_module)
     found = linear_attention(q, k, v, **options)
     assert calls
     assert found.dtype == expected.dtype == dtype
@@ -176,9 +177,9 @@ def test_sums_before_a_norm_are_float32_from_states_in_registers(is_causal, monk
     q, k, v = (x.detach() for x in example(100, 16, 16, torch.float16))
     given = [x.requires_grad_() for x in (q, k, 40_000 * (v - 0.5))]
     monkeypatch.setattr(causal_triton, "on_device", lambda x: True)
-    monkeypatch.setattr(loader, "triton_kernels", lambda name: causal_triton)
+    monkeypatch.setattr(loader, "triton_kernels", importlib.import_module)
     options, results = {"causal": is_causal, "normalizer": "layernorm"}, []
-    with mock.patch.object(causal_triton, "_sums", side_effect=AssertionError):
+    with mock.patch.object(causal_triton, "chunked_sums", side_effect=AssertionError):
         out = linear_attention(*given, **options, dtype=torch.float32)
     assert out.dtype == torch.float32
     assert out.abs().max() > torch.finfo(torch.float16).max
@@ -194,6 +195,6 @@ def test_sums_before_a_norm_are_float32_from_states_in_registers(is_causal, monk
 
 def test_without_a_gpu_the_kernels_are_not_asked():
     if DEVICE == "cpu":
-        assert loader.triton_kernels(linear.KERNELS) is None
+        assert loader.triton_kernels(dispatch.CAUSAL) is None
         q = torch.rand(1, 1, 4, 16)
         assert not causal_triton.serves(q, q)

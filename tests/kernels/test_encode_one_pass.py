@@ -14,8 +14,7 @@ from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import ENCODINGS, EncodingOptions, QueryKeyEncoding, build_encoding
-from lrpe_fairseq.encodings.core import protocols
-from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels import dispatch, loader
 from lrpe_fairseq.kernels.encode import encode, encode_cpu
 from tests.end_to_end.cases import sampled
 from tests.pairwise import pairwise
@@ -37,7 +36,7 @@ NATIVE = ["lrpe-type8", "lrpe:fourier:unitary-learned"]
 
 @pytest.fixture(autouse=True, params=["fused", "native"])
 def form(request, monkeypatch):
-    """The form in question is taken wherever width and layout fit; kernels without a GPU too."""
+    """The kernel in question is taken wherever width and layout fit; kernels without a GPU too."""
     encode_triton = None
     if request.param == "fused":
         pytest.importorskip("triton", reason="the kernel needs triton, a test dependency")
@@ -49,12 +48,12 @@ def form(request, monkeypatch):
 
         monkeypatch.setattr(encode_triton, "on_device", lambda x: True)
     elif DEVICE != "cpu":
-        pytest.skip("this form is for CPUs")
+        pytest.skip("this kernel is for CPUs")
     if request.param == "native":
         if encode_cpu.library() is None:
             pytest.skip("encode_cpu.cpp does not compile here")
     else:
-        monkeypatch.setattr(encode_cpu, "serves", lambda x, form: False)
+        monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
     kernels = {"lrpe_fairseq.kernels.encode.encode_triton": encode_triton}
     monkeypatch.setattr(loader, "triton_kernels", kernels.get)
     return request.param
@@ -93,9 +92,12 @@ def built(name, width=16):
 
 
 def one_pass(encoding, x, positions, phi=True):
-    """What encodes x as queries; x are also the keys."""
-    encode = encoding.one_pass(x, x, positions, positions, phi)
-    return None if encode is None else lambda x: encode(x, x)[0]
+    """What encodes x as queries in a kernel; x are also the keys. None without a kernel."""
+    transform = encoding.transform(phi)
+    given = transform, positions, positions
+    if transform is None or dispatch.encode_both(x, x, *given) is None:
+        return None
+    return lambda x: dispatch.encode_both(x, x, *given)[0]
 
 
 def gradients(outs, encoding, *xs):
@@ -162,7 +164,7 @@ def test_two_runs_give_equal_bits_and_gradients_of_half_precision_are_rounded_on
         torch.use_deterministic_algorithms(True, warn_only=True)
         for _ in range(2):
             q, k = (x.clone().requires_grad_() for _ in range(2))
-            out = encoding.one_pass(heads(q), heads(k), *given, True)(heads(q), heads(k))
+            out = dispatch.encode_both(heads(q), heads(k), encoding.transform(True), *given)
             results.append([*out, *gradients(out, encoding, q, k)])
     finally:
         torch.use_deterministic_algorithms(False)
@@ -200,15 +202,14 @@ def test_softmax_attention_is_the_same_with_and_without_it(name, monkeypatch):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("width", "served"), [(32, True), (48, False)])
+@pytest.mark.parametrize("width", [32, 48])
 @pytest.mark.parametrize("form", ["fused"], indirect=True)
-def test_queries_and_keys_of_different_sequences(width, served, monkeypatch):
+def test_queries_and_keys_of_different_sequences(width, monkeypatch):
     torch.manual_seed(0)
     options = {"attention_type": "softmax", "position_encoding": "lrpe-type2"}
     module = CrossAttention(32, 2, memory_dim=width, **options).to(DEVICE)
     x, memory = torch.randn(2, 5, 32, device=DEVICE), torch.randn(2, 9, width, device=DEVICE)
     at_q, at_k = torch.arange(5, device=DEVICE), torch.arange(9, device=DEVICE).expand(2, 9)
-    assert (module._kernels(x, memory, at_q, at_k) is not None) == served
     given = x, Tokens(at_q), memory, Tokens(at_k)
     found = module._encoded(*given)
     monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
@@ -256,7 +257,7 @@ def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=True, far=0)
     encoding, given = built(name, width), [example(length, width) for length in (time, time + 3)]
     xs = [x.requires_grad_() for x, _ in given]
     at = [positions[kind] + far for _, positions in given]
-    found = encoding.one_pass(*map(heads, xs), *at, phi)(*map(heads, xs))
+    found = dispatch.encode_both(*map(heads, xs), encoding.transform(phi), *at)
     exact, wide = copy.deepcopy(encoding).double(), [x.detach().double() for x in xs]
     maps = {False: lambda x: x, True: encode.feature_map}
     with mock.patch.object(encode_cpu, "serves", return_value=False):
@@ -265,6 +266,21 @@ def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=True, far=0)
     assert_near(found, expected, 1e-6, least=1.0)
     both = gradients(found, encoding, *xs), gradients(expected, exact, *wide)
     assert_near(*both, 1e-5, least=1.0)
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type3", "rope-2d-mixed", "fope", "permuteformer"])
+def test_one_tensor_alone_is_encoded_like_the_keys_of_both(name):
+    encoding, (x, positions) = built(name), example(45)
+    x = x.requires_grad_()
+    results = []
+    for kind in ("shared", "own"):
+        at = positions[kind]
+        both = encoding.encode_both(heads(x), heads(x), at, at, phi=False)[1]
+        one = encoding.encode_one(heads(x), at)
+        results.append([gradients([y], encoding, x) for y in (one, both)])
+        assert torch.equal(one, both)
+    for one, both in results:
+        torch.testing.assert_close(one, both, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -279,7 +295,7 @@ def test_half_types_are_rounded_once(dtype, form):
     torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
-def test_what_no_form_serves_is_left_to_the_encoding(form):
+def test_what_no_kernel_serves_is_left_to_the_encoding(form):
     served = SERVED + NATIVE if form == "native" else SERVED
     x, positions = example(8)
     at = positions["shared"]
@@ -290,7 +306,7 @@ def test_what_no_form_serves_is_left_to_the_encoding(form):
             assert (found is not None) == (name in served), name
     odd, _ = example(8, width=15)
     assert one_pass(build_encoding("rope", 15, HEADS), heads(odd), at) is None
-    assert protocols.QueryKeyEncoding.one_pass(encoding, x, x, at, at, True) is None
+    assert QueryKeyEncoding.transform(encoding, True) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -345,7 +361,7 @@ def test_linear_attention_is_the_same_with_and_without_it(name, normalizer, monk
     padding[0, :4] = True
     in_one_pass, _ = module.attend(x, padding)
     monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
-    monkeypatch.setattr(encode_cpu, "serves", lambda x, form: False)
+    monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
     step_by_step, _ = module.attend(x, padding)
     torch.testing.assert_close(in_one_pass, step_by_step, rtol=1e-4, atol=1e-5)
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 
 from lrpe_fairseq.kernels import loader, tiles_triton
 from lrpe_fairseq.kernels.encode import encode_triton
-from lrpe_fairseq.kernels.encode.encode import Form
+from lrpe_fairseq.kernels.encode.encode import Variant
 from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
 from tests.triton_probe import launched
 
@@ -64,7 +64,7 @@ def test_every_kernel_runs_on_the_device_of_its_tensors_for_any_number_of_sequen
         causal_triton.causal_sums(x, x, x, "normalized", gates, 1e-6)[0].sum().backward()
     half = torch.rand(MANY, 1, 1, 16).half().requires_grad_()
     full_triton.full_sums(half, half, half, "normalized", 1e-6)[0].sum().backward()
-    assert encode_triton.serves(x, x, Form())
+    assert encode_triton.serves(x, x, Variant())
     encode_triton.feature_maps(x)[0].sum().backward()
     assert len(launches) == 18
     for name, found in launches.items():

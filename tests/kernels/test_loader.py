@@ -11,12 +11,11 @@ import types
 import pytest
 import torch
 
-from lrpe_fairseq.attention import half
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
 from lrpe_fairseq.attention.multihead import feature_map
 from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.linear import causal_cpu
+from lrpe_fairseq.kernels.linear import causal_cpu, half
 from lrpe_fairseq.kernels.linear.causal_cpu import SOURCE
 
 pytestmark = pytest.mark.skipif(
@@ -303,7 +302,7 @@ def test_vectors_of_every_processor_give_the_same(size, fresh, quick, monkeypatc
     found = linear_attention(*inputs, causal=True)
     torch.testing.assert_close(found, linear_attention_naive(*inputs, causal=True))
     expected = encoding(*[feature_map(x)] * 2, *[positions] * 2)[0]
-    found, _ = encoding.one_pass(x, x, positions, positions, True)(x, x)
+    found, _ = encoding.encode_both(x, x, positions, positions, phi=True)
     torch.testing.assert_close(found, expected)
     assert len(list(fresh.iterdir())) == 2
 
@@ -322,7 +321,7 @@ for keys, values, length in ((6, 3, 70), (16, 16, 32), (34, 17, 300)):
         native.causal_sums(q, k, v, wanted, rates, 1e-6)[0].sum().backward()
     for number in (3, 4, 5, 8):
         encoding, at = build_encoding(f'lrpe-type{number}', keys, 2), torch.arange(length)
-        encoding.one_pass(q, k, at, at, True)(q, k)[0].sum().backward()
+        encoding.encode_both(q, k, at, at, phi=True)[0].sum().backward()
 print('clean')
 """
 

@@ -132,12 +132,12 @@ def test_an_input_that_is_given_twice_is_not_counted_twice():
 
 
 FORMS = {
-    "rotation": encode.Form(),
-    "odd-even": encode.Form(halves=True),
-    "unitary": encode.Form(wide=True),
-    "permutation": encode.Form(permutes=True),
-    "fourier": encode.Form(fourier=True, wide=True),
-    "rotation alone": encode.Form(phi=False),
+    "rotation": encode.Variant(),
+    "odd-even": encode.Variant(halves=True),
+    "unitary": encode.Variant(wide=True),
+    "permutation": encode.Variant(permutes=True),
+    "fourier": encode.Variant(fourier=True, wide=True),
+    "rotation alone": encode.Variant(phi=False),
 }
 
 

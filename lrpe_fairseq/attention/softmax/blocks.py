@@ -23,10 +23,10 @@ from lrpe_fairseq.attention.softmax.fused import (
 )
 from lrpe_fairseq.attention.tokens import (
     Tokens,
-    counts_slots,
-    lag_numbers,
+    lag_counts,
     lags_between,
     visible_pairs,
+    window_is_in_slots,
 )
 from lrpe_fairseq.attention.transport import score_blocks
 from lrpe_fairseq.encodings.core.forms import LOWEST, Form, masked_softmax
@@ -78,7 +78,7 @@ def carried_attention(
     Several blocks are recomputed in the backward pass, because autograd would otherwise store each
     query once for every chunk of keys before it.
     """
-    window = keys.window if counts_slots(queries, keys) else None
+    window = keys.window if window_is_in_slots(queries, keys) else None
     with without_autocast(q):
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(wide), k.to(wide)
@@ -102,6 +102,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call:
     terms = terms_of(q, k, queries, keys, call)
     visible = visible_pairs(queries, keys, call.causal)
     options = {"visible": visible, "scale": call.scale, "dropout": call.dropout}
+    # a softmax of scores plus a bias is what torch's fused kernels compute
     if terms.rescore is None and terms.weigh is masked_softmax:
         return softmax_attention(q, k, v, bias=terms.bias, **options)
     return softmax_attention_naive(q, k, v, **terms._asdict(), **options)
@@ -143,6 +144,7 @@ def _bias(call: Call, queries: Tokens, keys: Tokens, dtype: torch.dtype) -> Tens
     if form.decay is not None:
         wide = form.decay.to(torch.promote_types(form.decay.dtype, dtype))
         exponents.append(_by_number(wide, queries, keys, call.causal))
+    # a decay never grows, also where sums of gates differ by rounding
     bias = sum(exponents).clamp(LOWEST, 0.0).to(dtype) if exponents else None
     if form.table is None:
         return bias
@@ -164,13 +166,13 @@ def _factor(
 
 def _by_number(log_decay: Tensor, queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
     """Return log_decay n, (H, T, S) or (B, H, T, S), for log_decay (H,)."""
-    lag = lag_numbers(queries, keys, causal).unsqueeze(-3)
+    lag = lag_counts(queries, keys, causal).unsqueeze(-3)
     return log_decay.view(-1, 1, 1) * lag.to(log_decay.dtype)
 
 
 def by_lag(table: Tensor, first: int, queries: Tokens, keys: Tokens) -> Tensor:
     """Expand a table (H, R) of the lags from ``first`` on: (H, T, S) or (B, H, T, S)."""
-    if queries.slots is not None and keys.slots is not None:
+    if queries.first_slot is not None and keys.first_slot is not None:
         lowest, highest = lags_between(queries, keys)
         seen = table[:, lowest - first : highest - first + 1]
         return by_diagonals(seen, queries.positions.shape[-1])
@@ -183,6 +185,7 @@ def by_diagonals(table: Tensor, rows: int) -> Tensor:
 
     table: (H, T + S - 1), the values of the lags from those of the first query and the last key on.
     """
+    # row i of the pairs is the reversed table from its i-th last entry on: a view, not a gather
     columns = table.shape[-1] - rows + 1
     return table.flip(-1).unfold(-1, columns, 1).flip(-2)
 
@@ -198,6 +201,7 @@ def query_blocks(
     query sees. There is one block, maybe empty, if T = 0.
     """
     batch, heads, rows, columns = *q.shape[:3], k.shape[2]
+    # more queries than the window would compute mostly hidden pairs
     most = rows if window is None else max(window, ROWS)
     wide = columns if window is None else min(columns, most + window)
     step = max(1, min(most, limit // max(1, batch * heads * wide)))
@@ -223,5 +227,5 @@ def _sums_of(tokens: Tokens, decay: Tensor | None, batch: int) -> Tensor:
     """Return the sums of gates and of a constant decay up to each token, float64 (B, H, N)."""
     if decay is None:
         return tokens.sums
-    sums = decay.double().unsqueeze(-1) * tokens.numbers.unsqueeze(-2)
+    sums = decay.double().unsqueeze(-1) * tokens.real_counts.unsqueeze(-2)
     return sums.expand(batch, -1, -1) if tokens.sums is None else tokens.sums + sums

@@ -16,7 +16,7 @@ from torch import Tensor
 from lrpe_fairseq.attention.softmax import blocks
 from lrpe_fairseq.attention.softmax.blocks import Call, decay_sums
 from lrpe_fairseq.attention.softmax.fused import fused_attention, softmax_attention, weighted
-from lrpe_fairseq.attention.tokens import Tokens, counts_slots, lags_between, visible_pairs
+from lrpe_fairseq.attention.tokens import Tokens, lags_between, visible_pairs, window_is_in_slots
 from lrpe_fairseq.attention.transport import score_blocks
 from lrpe_fairseq.encodings.core.forms import Form
 from lrpe_fairseq.encodings.core.positions import constant
@@ -62,7 +62,7 @@ def encoded_attention(
         _log(encoding, "triton", q)
         return out
     # a window that hides slots is cheaper in blocks than as a mask of all pairs
-    window = keys.window if counts_slots(queries, keys) else None
+    window = keys.window if window_is_in_slots(queries, keys) else None
     plain = call.form.has_only() and queries.sums is None
     _log(encoding, "torch" if plain else "blocks of queries", q)
     if plain and window is None:
@@ -127,6 +127,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call:
     """Compute attention whose scores are q k^T."""
     options = {"scale": call.scale, "dropout": call.dropout}
     square = q.shape[-2] == k.shape[-2]
+    # torch's causal flag aligns the first query with the first key, which is ours for squares only
     if keys.unmasked and (square or not call.causal):
         return fused_attention(q, k, v, is_causal=call.causal, **options)
     return softmax_attention(q, k, v, visible=visible_pairs(queries, keys, call.causal), **options)
@@ -148,7 +149,9 @@ def _flash(
     if q.shape[2] == 1 or (plain and q.shape[3] == v.shape[3]):
         return None
     # the kernel counts lags in slots; a decay alone may be gates, which are sums by token
-    in_slots = queries.slots is not None and keys.slots is not None and call.lags is not None
+    in_slots = (
+        queries.first_slot is not None and keys.first_slot is not None and call.lags is not None
+    )
     if not (no_terms or in_slots or _is_decay_as_gates(call)):
         return None
     data = _by_slot(call) if in_slots else {}
@@ -170,7 +173,7 @@ def _flash(
 
 def _has_slots(queries: Tokens, keys: Tokens) -> bool:
     """True unless a window counts tokens with padding between them, which no kernel does."""
-    return keys.window is None or counts_slots(queries, keys)
+    return keys.window is None or window_is_in_slots(queries, keys)
 
 
 def _is_decay_as_gates(call: Call) -> bool:
@@ -182,6 +185,7 @@ def _is_decay_as_gates(call: Call) -> bool:
 
 def _is_data(form: Form) -> bool:
     """True if tables, fixed decays or per-token biases describe the form completely."""
+    # the kernel has no gradients of decays
     if any(x is not None and x.requires_grad for x in (form.decay, form.score_decay)):
         return False
     if form.by_token is not None:
@@ -228,6 +232,7 @@ def _by_token(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the queries, and biases by lag of every token as arguments of the kernel."""
     first, last = call.lags
+    # only lags of visible pairs need a column
     if call.causal:
         first = max(first, 0)
     if window is not None:

@@ -85,6 +85,7 @@ def softmax_attention(
         return softmax_attention_naive(q, k, v, visible=visible, bias=bias, **options)
     if visible is None:
         return fused_attention(q, k, v, attn_mask=_like(bias, q), **options)
+    # a row without a visible key would be NaN: it sees all keys, and its result is set to zero
     blind = ~visible.any(-1, keepdim=True)
     mask = visible | blind
     if bias is not None:
@@ -102,7 +103,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, **option
 
     Complex features make q and k wider than v, which only torch's slow kernel supports.
     """
-    missing = q.shape[-1] - v.shape[-1]
+    missing = q.shape[-1] - v.shape[-1]  # zeros after the values are cut from the result
     v = F.pad(v, (0, missing)) if missing > 0 else v
     options["enable_gqa"] = k.shape[1] != q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)

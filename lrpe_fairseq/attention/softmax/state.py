@@ -183,6 +183,7 @@ def last_tokens(state: SoftmaxState, count: int) -> SoftmaxState:
     if not state.padded:
         views = (part.narrow(axis, more, count) for part, axis in pairs)
         return state.with_parts(views, state.buffer, state.first + more)
+    # rows have their padding at different tokens: each takes its last real ones
     order = (~state.padding).byte().argsort(dim=1, stable=True)[:, more:]  # B count: padding first
     axes = {4: order[:, None, :, None], 3: order[:, None], 2: order}
     parts = (part.take_along_dim(axes[part.dim()], axis) for part, axis in pairs)
@@ -198,6 +199,7 @@ def reorder_state(state: SoftmaxState, new_order: Tensor) -> SoftmaxState:
         parts = (part.index_select(0, new_order) for part in state.parts)
         return state.with_parts(parts)
     seen = state.keys.shape[2]
+    # beams may outnumber the rows, and each writes to a buffer of its own
     shapes = (part[:1].expand(len(new_order), *part.shape[1:]) for part in state.parts)
     buffer = KVBuffer(shapes, state.buffer.tokens)
     for view, part in zip(buffer.views(0, seen), state.parts, strict=True):

@@ -33,25 +33,26 @@ REAL = Kind("a floating-point tensor", None)
 
 
 def check_companion(
-    name: str, given: Tensor, kind: Kind, axes: str, shapes: tuple[Shape, ...], x: Tensor
+    name: str, tensor: Tensor, kind: Kind, axes: str, shapes: tuple[Shape, ...], x: Tensor
 ) -> Tensor:
-    """Return ``given`` if it has one of the ``shapes`` and is of a ``kind`` on the device of x.
+    """Return ``tensor`` if it has one of the ``shapes`` and is of a ``kind`` on the device of x.
 
     Args: name: of the argument, for the error. axes: the shapes in letters, such as "(B, T)".
     Raises: ValueError, in one sentence.
     """
-    if isinstance(given, Tensor):
-        shape, dtypes = given.shape, kind.dtypes
+    if isinstance(tensor, Tensor):
+        shape, dtypes = tensor.shape, kind.dtypes
+        # most shapes are without None, and equal to one of them
         fits = shape in shapes or any(_fits(shape, wanted) for wanted in shapes)
-        known = given.is_floating_point() if dtypes is None else given.dtype in dtypes
-        if fits and known and given.device == x.device:
-            return given
-        found = f"{given.dtype} of shape {tuple(shape)} on {given.device}"
+        known = tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes
+        if fits and known and tensor.device == x.device:
+            return tensor
+        got = f"{tensor.dtype} of shape {tuple(shape)} on {tensor.device}"
     else:
-        found = f"an object of type {type(given).__name__}"
+        got = f"an object of type {type(tensor).__name__}"
     wanted = " or ".join(map(_words, dict.fromkeys(shapes)))
     raise ValueError(
-        f"{name} must be {kind.words} of shape {axes}, here {wanted} on {x.device}, got {found}"
+        f"{name} must be {kind.words} of shape {axes}, here {wanted} on {x.device}, got {got}"
     )
 
 
@@ -75,9 +76,9 @@ def _words(shape: Shape) -> str:
     return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
 
 
-def check_by_token(name: str, given: Tensor, kind: Kind, x: Tensor) -> Tensor:
-    """Return ``given`` if it has a number for every token of x (B, T, C), (B, T).
+def check_by_token(name: str, tensor: Tensor, kind: Kind, x: Tensor) -> Tensor:
+    """Return ``tensor`` if it has a number for every token of x (B, T, C), (B, T).
 
     Raises: as :func:`check_companion`.
     """
-    return check_companion(name, given, kind, "(B, T)", (tuple(x.shape[:2]),), x)
+    return check_companion(name, tensor, kind, "(B, T)", (tuple(x.shape[:2]),), x)

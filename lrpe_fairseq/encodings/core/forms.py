@@ -53,7 +53,7 @@ class Form(NamedTuple):
     bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """:meth:`ScoreEncoding.bias`."""
     by_token: Callable[[Tensor, Tensor, Lags], ByToken] | None = None
-    """:meth:`ScoreEncoding.by_token`: ``bias`` in a form that a kernel supports."""
+    """:meth:`ScoreEncoding.by_token`: ``bias`` as data that a kernel supports."""
     rescore: Callable[..., Tensor] | None = None
     """:meth:`ScoreEncoding.forward`."""
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
@@ -101,5 +101,6 @@ def masked_softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -
     wide = torch.promote_types(scores.dtype, torch.float32)
     if visible is None:
         return scores.softmax(-1, dtype=wide).to(dtype)
+    # the smallest number and not -inf: a row without a visible key must not be NaN
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     return scores.softmax(-1, dtype=wide).to(dtype).masked_fill(~visible, 0.0)

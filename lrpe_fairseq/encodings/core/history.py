@@ -27,6 +27,7 @@ def history(
         last n tokens of the last document, oldest first. Values at padding have no meaning.
     """
     order = None
+    # padding may stand anywhere: real tokens are brought together, filtered, and put back
     if padding is not None:
         padding = padding.bool()
         starts = None if starts is None else starts & ~padding
@@ -37,7 +38,7 @@ def history(
     tail = x.new_zeros(batch, count, width) if tail is None else tail
     if not length:
         return [x] * count, tail
-    every = torch.cat([tail, x], 1)
+    every = torch.cat([tail, x], 1)  # the piece with the n tokens before it
     past = [every[:, count - j : count - j + length] for j in range(1, count + 1)]
     real = length if padding is None else (~padding).sum(1, keepdim=True)
     slots = real - count + torch.arange(count, device=x.device).expand(batch, count)
@@ -53,12 +54,22 @@ def history(
     return past, tail
 
 
-def causal_filter(x: Tensor, weight: Tensor, **given: Tensor | None) -> tuple[Tensor, Tensor]:
+def causal_filter(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    padding: Tensor | None = None,
+    starts: Tensor | None = None,
+    tail: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute y_t = sum_j weight_j x_(t-j), j = 0..n, per feature over real tokens.
 
     Args: x: (B, T, C). weight: (n + 1, C), that of the newest token first, unlike a convolution's.
-        given: padding, starts and tail of :func:`history`.
+        padding, starts, tail: of :func:`history`.
     Returns: (B, T, C), and the tail for the next piece.
     """
-    past, tail = history(x, len(weight) - 1, **given)
-    return sum((w * p for w, p in zip(weight[1:], past, strict=True)), weight[0] * x), tail
+    past, tail = history(x, len(weight) - 1, padding=padding, starts=starts, tail=tail)
+    y = weight[0] * x
+    for w, earlier in zip(weight[1:], past, strict=True):
+        y = y + w * earlier
+    return y, tail

@@ -191,7 +191,7 @@ class EncodingOptions:
     def _check_values(self) -> None:
         """Check names and values, and the classes of options as wholes."""
         kinds = _METHODS.kinds()
-        known = {own.name: own for kind in kinds for own in fields(kind)}
+        known = {field.name: field for kind in kinds for field in fields(kind)}
         for name, value in self.values.items():
             if name not in known:
                 raise ChoiceError(f"no encoding has the option {name!r}{did_you_mean(name, known)}")
@@ -212,8 +212,8 @@ class EncodingOptions:
 
     def of(self, kind: type[OptionsOf]) -> OptionsOf:
         """Return the options of one method, whose ``Options`` class is ``kind``."""
-        own = {f.name: self.values[f.name] for f in fields(kind) if f.name in self.values}
-        return kind(**own)
+        chosen = {f.name: self.values[f.name] for f in fields(kind) if f.name in self.values}
+        return kind(**chosen)
 
 
 def _departures(given: str | Collection[str]) -> frozenset[str]:

@@ -42,6 +42,7 @@ class Float32Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Module":
         """Follow ``.to(device)``, but keep float tensors and gradients in float32 or wider."""
         floating = [(n, t) for n, t in self.named_tensors() if t.is_floating_point()]
+        # the base class casts in place: what was exact is kept to be restored
         exact = {name: t.detach() for name, t in floating}
         gradients = {name: t.grad.detach() for name, t in floating if t.grad is not None}
         super()._apply(fn, recurse)

@@ -122,11 +122,12 @@ class PositionCache:
         sources = sources if isinstance(sources, tuple) else (sources,)
         if torch.is_inference_mode_enabled() or any(s.is_inference() for s in sources):
             return compute()  # inference tensors have no version and cannot be used in training
-        versions = [s._version for s in sources]
+        versions = [s._version for s in sources]  # an edit in place changes it
         for entry in self._entries:
             if entry[1:3] == (versions, key) and all(map(is_, entry[0], sources)):
                 return entry[3]
         value = compute()
+        # one assignment: another thread sees the old entries or the new ones
         self._entries = ((sources, versions, key, value), *self._entries[: self._size - 1])
         return value
 

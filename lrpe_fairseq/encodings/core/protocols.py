@@ -118,6 +118,9 @@ class Encoding(Float32Module):
     where reading waits for nothing, every encoding may read."""
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
+    inner_name: str = ""
+    """The name without wrappers (``gated:``, ``path:``), whose parameters each layer has its own;
+    ``build_encoding`` sets it."""
     shared_by_stacks: bool = False
     """True if also an encoder, a decoder and its cross-attention share it, with equal options."""
 
@@ -217,7 +220,7 @@ class Encoding(Float32Module):
             w, beta, tail = self.reflections(x, padding, starts, history.get("reflections"))
             return Transport(self.encode_one(w, positions), beta), {"reflections": tail}
 
-    def places(
+    def phases(
         self,
         x: Tensor,
         padding: Tensor | None,
@@ -289,7 +292,7 @@ class QueryKeyEncoding(Encoding):
         Args:
             q, k: (B, H, T, D) and (B, H, S, D), any floating dtype, which the result has too.
             q_positions, k_positions: int64, (T,) or (B, T), and (S,) or (B, S). Checked by
-                :func:`check_positions`. Or :meth:`places`, if the encoding has them.
+                :func:`check_positions`. Or :meth:`phases`, if the encoding has them.
         Returns: q~ (B, H, T, D') and k~ (B, H, S, D') with D' = :attr:`feature_dim`.
         """
         raise NotImplementedError
@@ -368,8 +371,8 @@ class ScoreEncoding(Encoding):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        own = cls.forward, cls.weigh
-        cls.additive = own == (ScoreEncoding.forward, ScoreEncoding.weigh)
+        methods = cls.forward, cls.weigh
+        cls.additive = methods == (ScoreEncoding.forward, ScoreEncoding.weigh)
 
     def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return a table of biases by lag, a bias, or functions; see :meth:`Encoding.form`."""
@@ -378,8 +381,9 @@ class ScoreEncoding(Encoding):
             if table is None:
                 return Form(bias=self.bias, by_token=self.by_token)
             return Form(table=table)
-        own = type(self).weigh is not ScoreEncoding.weigh
-        return Form(rescore=self.forward, weigh=self.weigh if own else None)
+        # the flash kernel and the blocks know the softmax: it is no function of the encoding
+        replaces_softmax = type(self).weigh is not ScoreEncoding.weigh
+        return Form(rescore=self.forward, weigh=self.weigh if replaces_softmax else None)
 
     def forward(
         self,

@@ -29,17 +29,17 @@ def share_across_stacks(model: nn.Module) -> None:
 
 def _share(model: nn.Module, field: str, key: Callable[[Encoding], object]) -> None:
     """Share between encodings whose ``field`` is true, of one class, name and ``key``."""
-    owners: dict[tuple, Encoding] = {}
+    owners: dict[tuple, Encoding] = {}  # the first encoding of each kind, in the order of layers
     for module in list(model.modules()):
         if not isinstance(module, Encoding) or not getattr(module, field):
             continue
-        name = module.name.removeprefix("gated:").removeprefix("path:")  # both are per layer
-        owner = owners.setdefault((type(module), name, key(module)), module)
+        # gates and reflections are per layer, so that only the inner encoding must be the same
+        owner = owners.setdefault((type(module), module.inner_name, key(module)), module)
         if owner is not module:
             module.share_with(owner)
 
 
 def _settings(encoding: Encoding) -> tuple:
-    spec, given = encoding.spec, encoding.spec.options
-    grid = given.grid_width, given.grid_height
-    return spec.head_dim, spec.num_heads, encoding.options, given.fidelity, grid
+    spec = encoding.spec
+    grid = spec.options.grid_width, spec.options.grid_height
+    return spec.head_dim, spec.num_heads, encoding.options, spec.options.fidelity, grid

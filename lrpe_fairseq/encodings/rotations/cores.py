@@ -118,6 +118,7 @@ class Rotation(nn.Module):
 
         Or for places s, float64 (B, H, T, E) or (B, H, T, 1), which are not cached.
         """
+        # learned angles change with every update, and phases of the text with every batch
         if self.cache is None or positions.is_floating_point():
             return self.phases(positions, dtype)
         compute = partial(self.phases, positions, dtype)
@@ -284,7 +285,7 @@ def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     The angle (radians) is float64: in float32 it would be off by 6e-3 at position 100,000.
     """
     compute = _phases if is_transformed() else _Phases.apply
-    if positions.is_floating_point():
+    if positions.is_floating_point():  # sums of increments have heads already
         return compute(theta, positions, dtype)
     return over_heads(compute(theta, positions.unsqueeze(-1), dtype), positions)
 
@@ -375,6 +376,7 @@ def rotate_both(
 def _pairs(x: Tensor) -> Tensor:
     """(..., 2E) real -> (..., E) complex; a copy if x is not aligned to pairs."""
     x = x.contiguous()
+    # complex numbers begin at even elements of memory
     x = x.clone() if x.storage_offset() % 2 else x
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
@@ -387,7 +389,7 @@ CORES = {
     "unitary-learned": LearnedUnitary,
     "permutation": Permutation,
 }
-"""Lambda by name: the cores of the free form ``lrpe:<P>:<Lambda>``."""
+"""Lambda by name: the cores of the names ``lrpe:<P>:<Lambda>``."""
 
 LOGARITHMIC = {LearnedRotation: LogRotation, LearnedUnitary: LogUnitary}
 """The cores with learned angles -> those that learn the logarithms."""
@@ -398,15 +400,15 @@ def build_core(name: str, spec: EncodingSpec) -> nn.Module:
 
     Raises: ChoiceError for a floor or logarithms of angles that the core does not have.
     """
-    kind, given = CORES[name], spec.options.of(AngleOptions)
-    if given == AngleOptions():
+    kind, options = CORES[name], spec.options.of(AngleOptions)
+    if options == AngleOptions():
         return kind(spec)
     if not issubclass(kind, Rotation):
         raise ChoiceError(
             f"Lambda {name!r} has no angles: leave out --angle-floor and --angle-parameter, or "
             "choose rope or an LRPE type with rotations"
         )
-    if given.angle_parameter == "log":
+    if options.angle_parameter == "log":
         if kind not in LOGARITHMIC:
             raise ChoiceError(
                 f"Lambda {name!r} has fixed angles: leave out --angle-parameter log, or choose "

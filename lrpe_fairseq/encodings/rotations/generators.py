@@ -69,7 +69,8 @@ def encode_both(
 
     encode: a function of x (n, B, H, T, D) and positions (T,) or (B, T). It runs without autocast.
     """
-    check_positions(q_positions, q), check_positions(k_positions, k)
+    check_positions(q_positions, q)
+    check_positions(k_positions, k)
     with without_autocast(q):
         if q_positions is k_positions and q.dtype == k.dtype:
             q, k = encode(torch.stack([q, k]), q_positions).unbind(0)
@@ -117,8 +118,8 @@ def turn(x: Tensor, skew: Tensor, amounts: Tensor, find: "Find | None" = None) -
     """
     if not is_plain(x, skew, amounts):
         return definition(x, skew, amounts)
-    found = (find or Spectrum().entry)(skew)
-    return _Turn.apply(x, skew, amounts, (found.values, found.basis))
+    eigen = (find or Spectrum().entry)(skew)
+    return _Turn.apply(x, skew, amounts, (eigen.values, eigen.basis))
 
 
 def exponential(skew: Tensor, find: "Find | None" = None) -> Tensor:
@@ -150,8 +151,8 @@ def canonical(skew: Tensor, find: "Find") -> tuple[Tensor, Tensor] | None:
     """
     if skew.shape[-1] % 2 or not is_plain(skew):
         return None
-    found = find(skew)
-    return _Canonical.apply(skew, found.values, found.basis) if found.distinct else None
+    eigen = find(skew)
+    return _Canonical.apply(skew, eigen.values, eigen.basis) if eigen.distinct else None
 
 
 class _Canonical(torch.autograd.Function):
@@ -231,9 +232,9 @@ class Spectrum:
                 same = (entry.skew == skew).all()
                 return entry._replace(values=entry.values * torch.where(same, 1.0, torch.nan))
         with torch.inference_mode(False), torch.no_grad():
-            own = skew.detach().clone()
-            found = halved(*eigenbasis(own))
-            self._entry = entry = Eigen(own, *found, source, version)
+            copy = skew.detach().clone()
+            values_and_basis = halved(*eigenbasis(copy))
+            self._entry = entry = Eigen(copy, *values_and_basis, source, version)
         return entry
 
     def __deepcopy__(self, memo: dict) -> "Spectrum":

@@ -94,8 +94,8 @@ class BlockRotation(QueryKeyEncoding):
         self.blocks = spec.head_dim // self.block
         self.spectrum = Spectrum()
         if self.axes == 2:
-            given = spec.options
-            trained = given.grid_height or given.grid_width, given.grid_width
+            options = spec.options
+            trained = options.grid_height or options.grid_width, options.grid_width
             self.register_buffer("grid", torch.tensor(trained, device="cpu"))
             self.register_load_state_dict_pre_hook(_of_this_grid)
 

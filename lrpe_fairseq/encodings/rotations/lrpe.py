@@ -93,6 +93,7 @@ class LRPE(QueryKeyEncoding):
         rotations = self.spec.options.of(RotationOptions)
         if rotations.rotation_fraction == 1 or factor == 1 or not isinstance(self.core, Rotation):
             return factor, None
+        # of every plane (re, im) the first features turn
         still = self.spec.head_dim - self.core.turned
         return 1.0, ((factor,) * self.core.turned + (1.0,) * still) * self._planes
 
@@ -110,6 +111,7 @@ class LRPE(QueryKeyEncoding):
     ) -> tuple[Tensor, Tensor]:
         """Encode in float32 or wider; see :meth:`QueryKeyEncoding.forward`."""
         wide = torch.promote_types(q.dtype, torch.float32)
+        # P and Lambda in float32: a half type would be rounded twice
         planes = (self.projection(x.to(wide)) for x in (q, k))
         turned = self.turn(*planes, q_positions, k_positions)
         return tuple(x.to(q.dtype) for x in turned)

@@ -146,4 +146,4 @@ PROJECTIONS = {
     "odd-even": OddEven,
     "fourier": Fourier,
 }
-"""P by name: the projections of the free form ``lrpe:<P>:<Lambda>``."""
+"""P by name: the projections of the names ``lrpe:<P>:<Lambda>``."""

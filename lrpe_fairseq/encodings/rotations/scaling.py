@@ -86,7 +86,7 @@ class RotationOptions:
         return (0.1 * math.log(self.context_factor) + 1) ** 2 if sharper else 1.0
 
 
-def scaled(theta: Tensor, given: RotationOptions) -> Tensor:
+def scaled(theta: Tensor, options: RotationOptions) -> Tensor:
     """Return the angles per token after context scaling, float64; without scaling ``theta`` itself.
 
     With i the place of an angle among the E, by size and decreasing, and r = L |w| / 2 pi its turns
@@ -101,7 +101,7 @@ def scaled(theta: Tensor, given: RotationOptions) -> Tensor:
         theta: w, (E,), in radians per token, fixed or learned.
     Trap: a learned angle is scaled in every call and keeps its value in the checkpoint.
     """
-    kind, f = given.context_scaling, given.context_factor
+    kind, f = options.context_scaling, options.context_factor
     if kind == "none":
         return theta
     theta = theta.to(exact_type(theta.device))
@@ -109,7 +109,7 @@ def scaled(theta: Tensor, given: RotationOptions) -> Tensor:
         return theta / f
     if kind == "ntk":
         return theta * f ** (_place(theta) / -max(len(theta) - 1, 1))
-    kept = _kept_by_place(theta, given) if kind == "yarn" else _kept_by_turns(theta, given)
+    kept = _kept_by_place(theta, options) if kind == "yarn" else _kept_by_turns(theta, options)
     return theta * (1 / f + kept * (1 - 1 / f))  # exactly theta if f or kept is 1
 
 
@@ -119,17 +119,17 @@ def _place(theta: Tensor) -> Tensor:
     return size.argsort(descending=True, stable=True).argsort().to(theta)
 
 
-def _turns(theta: Tensor, given: RotationOptions) -> Tensor:
+def _turns(theta: Tensor, options: RotationOptions) -> Tensor:
     """Return r = L |w| / 2 pi of every angle."""
-    return given.context_length / (2 * math.pi) * theta.abs()
+    return options.context_length / (2 * math.pi) * theta.abs()
 
 
-def _kept_by_turns(theta: Tensor, given: RotationOptions) -> Tensor:
+def _kept_by_turns(theta: Tensor, options: RotationOptions) -> Tensor:
     """Return g = clip((r - 1) / 31, 0, 1), (E,): linear in the turns, as the paper prints it."""
-    return ((_turns(theta, given) - SLOW) / (FAST - SLOW)).clamp(0, 1)
+    return ((_turns(theta, options) - SLOW) / (FAST - SLOW)).clamp(0, 1)
 
 
-def _kept_by_place(theta: Tensor, given: RotationOptions) -> Tensor:
+def _kept_by_place(theta: Tensor, options: RotationOptions) -> Tensor:
     """Return g = 1 - clip((i - lo) / (hi - lo), 0, 1), (E,): linear in the place of an angle.
 
     lo = max(floor(i_32), 0) and hi = min(ceil(i_1), D - 1), or lo + 0.001 if they are equal, with
@@ -137,8 +137,8 @@ def _kept_by_place(theta: Tensor, given: RotationOptions) -> Tensor:
     (jquesnelle/yarn a18e5498, scaled_rope/LlamaYaRNScaledRotaryEmbedding.py, lines 5-22 and 74-84)
     and of transformers (``_compute_yarn_parameters``), and it has no gradient.
     """
-    turns = _turns(theta.detach(), given)
-    base = given.rotation_base or USUAL_BASE
+    turns = _turns(theta.detach(), options)
+    base = options.rotation_base or USUAL_BASE
     first, last = (_place_of(rho, turns, base) for rho in (FAST, SLOW))
     first = first.floor().clamp_min(0)
     last = last.ceil().clamp_max(2 * len(theta) - 1)

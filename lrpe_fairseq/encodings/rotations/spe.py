@@ -211,7 +211,8 @@ class SPE(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Filter q and k; see :meth:`QueryKeyEncoding.forward`. The encoded width is R."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         if "spe-along-batch" not in self.spec.options.fidelity:
             return self._filter(q, k, q_positions, k_positions)
         places = torch.arange(q.shape[0], device=q.device)

@@ -40,7 +40,8 @@ class LagBias(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         wide = torch.promote_types(q.dtype, torch.float32)  # its gradient sums over pairs
         ends = known_lags(q_positions, k_positions)

@@ -62,7 +62,8 @@ class CoPE(ScoreEncoding):
         visible: Tensor | None = None,
     ) -> Tensor:
         """Add q_s.e[p_st] to the scores; see :meth:`ScoreEncoding.forward`."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         at = self.counts(scores, visible)
         by_position = q.to(at.dtype) @ self.table.to(at.dtype).mT  # B H T P
         low = at.floor()

@@ -75,7 +75,8 @@ class DeBERTa(ScoreEncoding):
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return both terms of positions, (B, H, T, S). A causal model treats a key after the query
         as distance 0; attention masks it."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if self.spec.causal else lag
         low, high = self.ends(q_positions, k_positions)

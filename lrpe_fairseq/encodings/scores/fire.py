@@ -105,7 +105,8 @@ class FIRE(LagBias):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return (H, T, S), or (B, H, T, S) for positions with a batch axis, in the dtype of q."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         near = self._near(q_positions)
         if near == q_positions.shape[-1]:
             return super().bias(q, k, q_positions, k_positions)
@@ -115,12 +116,12 @@ class FIRE(LagBias):
             self._of_pairs(part.unsqueeze(-1), k_positions.unsqueeze(-2)).to(q.dtype)
             for part in q_positions[..., near:].split(rows, -1)
         ]
-        found = torch.cat(blocks, -2)
+        far = torch.cat(blocks, -2)
         if not near:
-            return found
+            return far
         first, _ = known_range(q_positions)
         before = counted(first + near, q_positions.device, first)
-        return torch.cat([super().bias(q[..., :near, :], k, before, k_positions), found], -2)
+        return torch.cat([super().bias(q[..., :near, :], k, before, k_positions), far], -2)
 
     def _near(self, q_positions: Tensor) -> int:
         """Return how many of the first queries are known to be at s <= L; 0 if L is NaN.

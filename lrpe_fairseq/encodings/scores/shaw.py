@@ -20,7 +20,7 @@ class Shaw(ScoreEncoding):
     distribution. q.w is computed for every row and gathered, so no tensor (T, S, D) is formed.
 
     The paper also adds such vectors to the values. They are left out here, as in LRPE's canonical
-    form of this method (Appendix C.1).
+    version of this method (Appendix C.1).
     """
 
     @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Shaw(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return q_s.w of every pair, (B, H, T, S) in the dtype of q, which is scaled already."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         index = self.row(k_positions.unsqueeze(-2) - q_positions.unsqueeze(-1))
         return pick(q @ self.table.to(q.dtype).mT, index)
 

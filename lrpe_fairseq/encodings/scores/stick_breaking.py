@@ -51,7 +51,8 @@ class StickBreaking(ScoreEncoding):
         visible: Tensor | None = None,
     ) -> Tensor:
         """Return the scores unchanged; :meth:`weigh` defines the method."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         return scores
 
     def weigh(self, scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -53,7 +53,8 @@ class TransformerXL(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the sum of terms (b), (c) and (d), (B, H, T, S), for q times ``query_scale``."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         q, of_keys = self._content(q, k)
         if q.numel() == 0:
             return of_keys

@@ -46,7 +46,7 @@ START_STD = 0.02  # of the entries of a generator under ``ape_init`` "identity"
 MOST = 256  # branches of a tree
 DIGITS = 20  # of a number, that are read
 COMPONENT = re.compile(r"sequence|tree([1-9]\d*)|cycle([1-9]\d*)")
-FORM = "sequence, treeK or cycleM (K branches, M positions)"
+COMPONENTS = "sequence, treeK or cycleM (K branches, M positions)"
 DEPTH = "the depth of the deepest node is the number of products"
 """Why trees read values; see ``Encoding.host_reads``."""
 SOURCE = "[Kogkalidis, Bernardy and Garg (2024)](https://arxiv.org/abs/2312.16045)"
@@ -166,17 +166,17 @@ class Algebraic(QueryKeyEncoding):
         )
         self._text = components
         self.card = _card(trees)
-        own = DEPTH if trees else "", EIGENBASIS if self.options.ape_learned else ""
-        self.host_reads = "; ".join(filter(None, own))
+        reasons = DEPTH if trees else "", EIGENBASIS if self.options.ape_learned else ""
+        self.host_reads = "; ".join(filter(None, reasons))
 
     def share_with(self, owner: "Algebraic") -> None:
         """Use the generators of ``owner``, and its caches of their spectra."""
         self.components = owner.components
 
     def summary(self) -> str:
-        """Name the components of a free form."""
-        own = f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
-        return own if type(self) is Algebraic else super().summary()
+        """Name the components of a composed name."""
+        text = f"learned orthogonal generators: {self._text.replace('+', ' + ')}"
+        return text if type(self) is Algebraic else super().summary()
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -192,10 +192,10 @@ class Algebraic(QueryKeyEncoding):
 
     def fold(self) -> Fold | None:
         """Fold P^T of every component; see :meth:`QueryKeyEncoding.fold`."""
-        found = [component.fold() for component in self.components]
-        if None in found:
+        folds = [component.fold() for component in self.components]
+        if None in folds:
             return None
-        bases, angles = zip(*found, strict=True)
+        bases, angles = zip(*folds, strict=True)
 
         def projection(x: Tensor) -> Planes:
             *slices, rest = self._slices(x)
@@ -450,11 +450,13 @@ class Tree(Component):
 
 def _component(name: str, spec: EncodingSpec, width: int, number: int) -> Component:
     """Build the component ``name``, the one with this ``number`` of an encoding."""
-    found = COMPONENT.fullmatch(name)
-    if found is None:
-        raise ChoiceError(f"unknown component {name!r} of an algebraic encoding; choose {FORM}")
+    match = COMPONENT.fullmatch(name)
+    if match is None:
+        raise ChoiceError(
+            f"unknown component {name!r} of an algebraic encoding; choose {COMPONENTS}"
+        )
     # a number of more digits than the limits is out of range, and Python may not read it
-    branches, period = (int((digits or "0")[:DIGITS]) for digits in found.groups())
+    branches, period = (int((digits or "0")[:DIGITS]) for digits in match.groups())
     canonical = spec.options.of(APEOptions).ape_generator == "canonical"
     if branches > MOST or period == 1 or period > LONGEST:
         raise ChoiceError(
@@ -521,11 +523,11 @@ def _normal(spec: EncodingSpec, shape: tuple[int, ...], width: int, number: int)
 
 def _in_other_planes(start: Tensor, generator: torch.Generator) -> Tensor:
     """Permute the features of every branch but the first, (k, H, d, d), the same for all heads."""
-    found = start.clone()
+    permuted = start.clone()
     for branch in range(1, len(start)):
         order = torch.randperm(start.shape[-1], generator=generator, device="cpu")
-        found[branch] = start[branch][:, order][:, :, order]
-    return found
+        permuted[branch] = start[branch][:, order][:, :, order]
+    return permuted
 
 
 def _full(spec: EncodingSpec) -> bool:

@@ -33,13 +33,13 @@ def steps_to_root(positions: Tensor, k: int) -> list[Step]:
         raise ValueError(
             "the positions in a tree are the codes of its nodes, which are not negative"
         )
-    codes, found = positions.flatten(), []
+    codes, path_steps = positions.flatten(), []
     while (codes > 0).any():
         branches = nodes.branch(codes, k).masked_fill(codes == 0, -1)
         steps = [Step(b, (branches == b).nonzero().squeeze(1)) for b in range(k)]
-        found += [step for step in steps if len(step.nodes)]
+        path_steps += [step for step in steps if len(step.nodes)]
         codes = nodes.parent(codes, k)
-    return found
+    return path_steps
 
 
 def tree_turn(x: Tensor, matrices: Tensor, positions: Tensor, cache: PositionCache) -> Tensor:
@@ -64,7 +64,7 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
     As many products of x by every W as the tree is deep.
     """
     k, codes = len(matrices), positions
-    own, deepest = matrices.to(x.dtype), nodes.max_depth(k) + 1
+    branch_matrices, deepest = matrices.to(x.dtype), nodes.max_depth(k) + 1
     if may_read_values(codes) and codes.numel():
         deepest = int(nodes.depth(codes, k).max())
     for _ in range(deepest):
@@ -72,7 +72,9 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
         step = (step if codes.dim() == 1 else step.unsqueeze(1)).unsqueeze(-1)
         turned = x
         for b in range(k):
-            turned = torch.where(step == b, torch.einsum("hij,bhtj->bhti", own[b], x), turned)
+            turned = torch.where(
+                step == b, torch.einsum("hij,bhtj->bhti", branch_matrices[b], x), turned
+            )
         x, codes = turned, nodes.parent(codes, k)
     return x
 
@@ -96,14 +98,14 @@ class _TreeTurn(torch.autograd.Function):
         if torch.is_grad_enabled():
             inputs = (x, matrices, positions)
             return *gradients_of(definition, inputs, needs[:3], (grad,)), None
-        own, grads = matrices.to(x.dtype), _by_node(grad, positions)
-        seen = [*_climb(_by_node(x, positions), own, ctx.steps)] if needs[1] else None
-        grad_own = torch.zeros_like(own) if needs[1] else None
+        branch_matrices, grads = matrices.to(x.dtype), _by_node(grad, positions)
+        seen = [*_climb(_by_node(x, positions), branch_matrices, ctx.steps)] if needs[1] else None
+        grad_own = torch.zeros_like(branch_matrices) if needs[1] else None
         for branch, taken_by in reversed(ctx.steps):
             chosen = grads[taken_by]
             if needs[1]:
                 grad_own[branch].baddbmm_(_by_head(chosen).mT, _by_head(seen.pop()))
-            grads[taken_by] = _times(chosen, own[branch])
+            grads[taken_by] = _times(chosen, branch_matrices[branch])
         grad_x = _by_token(grads, x.shape, positions) if needs[0] else None
         return grad_x, grad_own.to(matrices.dtype) if needs[1] else None, None, None
 

@@ -103,7 +103,7 @@ def add_gate(encoding: Encoding) -> None:
 def _rename_old(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
     """Rename the parameters of version 0.1: ``gate.<name>``, and ``inner.<name>`` under gates."""
     for old, new in ((f"{prefix}gate.", f"{prefix}forget_gate."), (f"{prefix}inner.", prefix)):
-        for name in [name for name in state if name.startswith(old)]:
+        for name in [name for name in state if name.startswith(old)]:  # a copy: the state changes
             state[new + name.removeprefix(old)] = state.pop(name)
 
 

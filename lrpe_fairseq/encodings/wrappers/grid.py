@@ -50,12 +50,13 @@ class GridEncoding(QueryKeyEncoding):
                 f"position grid {self.grid!r} halves the features of a head, so the head width "
                 f"must be even, got {spec.head_dim}"
             )
-        own = EncodingOptions(spec.options.fidelity, **spec.options.values)
+        # a part reads an axis, which is a sequence: it has no grid of its own
+        flat = EncodingOptions(spec.options.fidelity, **spec.options.values)
         width = spec.head_dim // len(names)
         for number, axis in enumerate(names):
             seed = len(names) * spec.seed + number
-            part = construct(replace(spec, head_dim=width, seed=seed, options=own))
-            part.name = f"{name} ({axis})"
+            part = construct(replace(spec, head_dim=width, seed=seed, options=flat))
+            part.name = part.inner_name = f"{name} ({axis})"
             setattr(self, axis, part)
         _check(part, name, self.grid)
         for field in INNER:

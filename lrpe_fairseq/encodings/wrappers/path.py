@@ -60,14 +60,12 @@ class Reflections(nn.Module):
         a factor of 2,900.
         """
         wide = torch.promote_types(x.dtype, self.weight.dtype)
-        down, up, weight, bias, taps = (
-            p.to(wide) for p in (self.down, self.up, self.weight, self.bias, self.filter)
-        )
         x = x.to(wide)
-        y = F.linear(F.linear(x, down), up)
+        y = F.linear(F.linear(x, self.down.to(wide)), self.up.to(wide))
+        taps = self.filter.to(wide)
         y, tail = causal_filter(y, taps, padding=padding, starts=starts, tail=tail)
         y = F.silu(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        beta = 2 * F.linear(x, weight, bias).sigmoid().transpose(1, 2)
+        beta = 2 * F.linear(x, self.weight.to(wide), self.bias.to(wide)).sigmoid().transpose(1, 2)
         if padding is not None:
             beta = beta.masked_fill(padding.unsqueeze(1), 0.0)
         return F.normalize(y, dim=-1), beta, tail
@@ -127,5 +125,5 @@ def add_reflections(encoding: Encoding) -> None:
 
 def can_be_carried(kind: type[Encoding]) -> bool:
     """True for a class of encodings that map queries, keys and w alike, and keep their norms."""
-    own = issubclass(kind, QueryKeyEncoding) and kind.properties.keeps_norm
-    return own and not kind.has_states and kind not in (FoX, NoEncoding, Path)
+    keeps_norm = issubclass(kind, QueryKeyEncoding) and kind.properties.keeps_norm
+    return keeps_norm and not kind.has_states and kind not in (FoX, NoEncoding, Path)

@@ -71,24 +71,27 @@ class Increments(nn.Module):
         starts: Tensor | None,
         history: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sums of the increments up to each token; see ``Encoding.places``."""
+        """Return the sums of the increments up to each token; see ``Encoding.phases``."""
         wide = torch.promote_types(x.dtype, self.down.dtype)
         with without_autocast(x):
-            given = {"padding": padding, "starts": starts, "tail": history.get("tail")}
-            steps, tail = self._steps(x.to(wide), given)
+            steps, tail = self._steps(x.to(wide), padding, starts, history.get("tail"))
         if padding is not None:
             steps = steps.masked_fill(padding[:, None, :, None], 0.0)
-        places = steps.to(exact_type(x.device), memory_format=torch.contiguous_format).cumsum(2)
-        if "places" in history:
-            places = places + history["places"].unsqueeze(2)
-        last = places[:, :, -1] if x.shape[1] else history.get("places", places.sum(2))
-        return places, {"tail": tail, "places": last}
+        # float64: a phase of a long text has no bits to lose
+        phases = steps.to(exact_type(x.device), memory_format=torch.contiguous_format).cumsum(2)
+        if "phases" in history:
+            phases = phases + history["phases"].unsqueeze(2)
+        last = phases[:, :, -1] if x.shape[1] else history.get("phases", phases.sum(2))
+        return phases, {"tail": tail, "phases": last}
 
-    def _steps(self, x: Tensor, given: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+    def _steps(
+        self, x: Tensor, padding: Tensor | None, starts: Tensor | None, tail: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the increments (B, H, T, E) of x (B, T, C), and the tail of the filter."""
         unit = F.normalize(x.unflatten(-1, (self.heads, -1)), dim=-1).flatten(-2)
         low = F.linear(F.linear(unit, self.down.to(x)), self.up.to(x))
-        steps, tail = causal_filter(low, self.filter.to(x), **given)
+        taps = self.filter.to(x)
+        steps, tail = causal_filter(low, taps, padding=padding, starts=starts, tail=tail)
         steps = F.silu(steps) if self.options.selective_silu else steps
         steps = (steps + self.bias.to(x).exp()).unflatten(-1, (self.heads, -1))
         if self.options.selective_gate:

@@ -78,6 +78,7 @@ def disk() -> str:
     """Require free space for checkpoints, and write permission."""
     probe = ROOT / "runs" / ".doctor"
     probe.parent.mkdir(exist_ok=True)
+    # Free space alone does not say that the folder can be written.
     probe.write_text("")
     probe.unlink()
     free = shutil.disk_usage(ROOT).free / 1e9
@@ -87,7 +88,10 @@ def disk() -> str:
 
 
 def training() -> str:
-    """Compare the gradients of a layer, on a GPU in half precision, with float64 on the CPU."""
+    """Compare the gradients of a layer, on a GPU in half precision, with float64 on the CPU.
+
+    Raises: ValueError for a wrong gradient, or for several GPUs without NCCL.
+    """
     import torch
 
     from lrpe_fairseq.attention.multihead import MultiheadAttention
@@ -96,12 +100,14 @@ def training() -> str:
     findings = []
     if count > 1 and not torch.distributed.is_nccl_available():
         raise ValueError(f"{count} GPUs, but this torch has no NCCL")
+    # float16 overflows in sums that bfloat16 holds; older GPUs have only the former.
     half = torch.bfloat16 if count and torch.cuda.get_device_capability() >= (8,) else torch.float16
     for device, dtype in (("cpu", torch.float32), *((f"cuda:{n}", half) for n in range(count))):
         for attention, name in FORMS:
             choices = {"attention_type": attention, "position_encoding": name}
             layer = MultiheadAttention(128, 2, causal=True, **choices)
             grads = []
+            # 100 is no multiple of a block: the ends of kernels are tested too.
             x = torch.randn(2, 100, 128, dtype=dtype)
             for at, kind in ((device, dtype), ("cpu", torch.float64)):
                 layer.to(at, kind).zero_grad()
@@ -109,6 +115,7 @@ def training() -> str:
                 grads.append(torch.cat([p.grad.flatten().cpu() for p in layer.parameters()]))
             error = ((grads[0] - grads[1]).norm() / grads[1].norm()).item()
             findings.append(f"{attention} attention of {name} on {device}: error {error:.1e}")
+            # "not <" also fails for nan.
             if not error < 0.1:
                 raise ValueError(f"{findings[-1]}; run make test to find the defect")
     return "; ".join(findings)

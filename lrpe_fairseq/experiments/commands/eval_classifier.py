@@ -25,6 +25,7 @@ INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
 def main(arguments: list[str] | None = None) -> None:
     """Evaluate a classifier: print accuracy and loss, write the run file."""
     parser = by_hand.arguments("eval_classifier", "Evaluate a checkpoint of a classifier.")
+    # The default depends on the data: ImageNet has no test split.
     parser.set_defaults(splits=None)
     longest = "longest input; longer ones are cut (default: training's)"
     parser.add_argument("--max-positions", type=int, help=longest)

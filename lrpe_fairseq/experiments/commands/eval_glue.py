@@ -36,6 +36,7 @@ def predict(checkpoint: Path, data: Path, split: str) -> tuple[list[float], list
     """Return the predictions for every example of a split, and the labels: classes or values."""
     checkpoints.require_model(checkpoint, "lrpe_roberta")
     logits, right = predictions(checkpoint, data, split, _classified)
+    # A regression has one output: its value is the prediction.
     predicted = logits.argmax(-1) if glue.named(data.name).labels else logits.squeeze(-1)
     return predicted.tolist(), right.tolist()
 

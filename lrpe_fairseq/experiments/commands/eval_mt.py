@@ -34,6 +34,7 @@ def evaluate_mt(checkpoint: Path, data: Path, splits: list[str], decoding: Decod
     checkpoints.require_model(checkpoint, "lrpe_transformer")
     translation.require_dictionaries(checkpoint, data)  # raises before a mean is written
     used = checkpoint
+    # The mean is written beside the checkpoints, where run_table looks for it too.
     if decoding.average > 1:
         used, decoding = decoding.mean(checkpoint.parent)
     logs = checkpoint.absolute().parent

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments, ("auto", *tokenizers.KINDS, "none"))
     checkpoint = options.checkpoint
     data = options.data
+    # A tokenizer of other words would decode every token as another one.
     if options.tokenizer != "none":
         data = data or _data_of(checkpoint)
         _require_dictionary(checkpoint, tokenizers.find_dictionary(data))
@@ -59,6 +60,7 @@ def _parse(arguments: Sequence[str] | None, tokenizers: Sequence[str]) -> argpar
 def _data_of(checkpoint: Path) -> Path:
     """Return the folder that a training read, relative to here or to the repository."""
     options = checkpoints.options(checkpoints.load(checkpoint))
+    # Shards are joined by colons; the first has the dictionary.
     named = Path(str(options.get("task.data", "")).split(":")[0])
     return named if named.is_dir() else ROOT / named
 

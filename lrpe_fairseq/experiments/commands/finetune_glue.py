@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not all(0 < lr < math.inf for lr in options.lr):
         raise ValueError(f"--lr must be positive, not {' '.join(map(str, options.lr))}")
     runs = _finetunings(options)
+    # Runs of a task share its data.
     for run in {run.data: run for run in runs}.values():
         run.prepare_data(options.source)
     for run in runs:
@@ -55,6 +56,7 @@ def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)
     made = finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
+    # Only the checkpoints that the table names fill its cells.
     first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"
     if options.checkpoint.absolute().match(str(ROOT / first)):
         return made  # of the table; other checkpoints are fine-tuned by hand

@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m lrpe_fairseq.experiments prepare", description=__doc__.split(":")[0]
     )
     add = parser.add_argument
+    # One file is split at line ends, so a user needs no splits of their own.
     add("files", nargs="+", type=Path, help="one text, which is split, or train, valid and test")
     add("--dest", type=Path, required=True, help="output folder, such as data/mine")
     add("--vocabulary", type=int, default=VOCABULARY, help="pieces (default: %(default)s)")

@@ -42,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error("--seeds must be at least 1")
+    # fairseq logs every option of a model; the results would be lost among them.
     logging.getLogger("fairseq").setLevel(logging.WARNING)
     wanted = planned(options.seeds)
+    # All runs read the same text.
     wanted[0].prepare_data()
     devices = shares(min(PARALLEL, len(os.sched_getaffinity(0))))
     if Schedule(wanted, devices, Events(WORK / "events.log")).run():
@@ -77,6 +79,7 @@ def show(finished: Sequence[TrainingRun]) -> None:
     for view in views:
         named = {row: f"{view.names[row]}, {view.column.attention}" for row in view.rows}
         rows |= {name: list(view.cells[row].values()) for row, name in named.items()}
+    # The best on top, n-grams among the models.
     ranked = dict(sorted(rows.items(), key=lambda item: min(item[1])))
     panel = plots.Panel("Test perplexity per character", "lower is better", ranked)
     plots.dots(WORK / "test.png", [panel])
@@ -99,6 +102,7 @@ def sample(run: TrainingRun) -> str:
     """Return a text that a trained model writes."""
     data = str(first_shard(run.data))
     hub = LRPELanguageModel.from_pretrained(str(run.checkpoints), checkpoints.BEST, data, bpe=None)
+    # The same text at every call.
     torch.manual_seed(1)
     warnings.simplefilter("ignore", UserWarning)  # of memory that is not pinned without a GPU
     text = hub.sample(PROMPT, beam=1, sampling=True, sampling_topk=10)

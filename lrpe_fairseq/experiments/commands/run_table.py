@@ -42,12 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _select(table, options)
     if options.status or options.dry_run:
         return _show(chosen, options)
+    # A job of a Slurm array: its element is one run, and it does not submit again.
     if options.array_task is not None:
         return _run_task(chosen, options)
     if options.slurm:
         slurm.require_sbatch()
     else:
         schedule.shares(min(options.jobs, len(chosen)), options.gpus)  # before data are prepared
+    # Before the runs start in parallel: two of them would prepare the same folder.
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
     return _submit(chosen, options, words) if options.slurm else _run_here(chosen, options, begun)
@@ -58,6 +60,7 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
     minutes = math.inf if options.minutes is None else options.minutes
+    # What is left for work: stopping, saving and packing take their part of the minutes.
     seconds = begun + 60 * minutes - grace() - CLOSING_SECONDS - time.monotonic()
     results: list[Path] = []
 
@@ -100,12 +103,14 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
 
 def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, words: list[str]) -> int:
     """Submit the unfinished runs; the array counts all of ``chosen``."""
+    # Numbers count all of the selection, so that a later call with more finished runs agrees.
     tasks = [index for index, run in enumerate(chosen) if not run.finished()]
     if not tasks:
         print("all runs are already finished")
         return report.render(options.table)
     settings = {name: getattr(options, name) for name in SITE_OPTIONS}
     site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
+    # The job runs this command again; with --slurm it would submit itself.
     passed_on = [word for word in words if word != "--slurm"]
     job = slurm.submit(ROOT, options.table, [*passed_on, "--nodes", str(site.nodes)], tasks, site)
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
@@ -151,10 +156,15 @@ def usual_scale(table: Table) -> str:
 
 
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
+    """Return the runs of the cells that the options name, in the order in which they run.
+
+    Raises: ValueError if there is none.
+    """
     table = table.at(options.scale)
     labels = options.rows or [row.label for row in table.rows]
     _check_options(options)
     part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
+    # Tables that only select options have a seed that no page reports.
     seeds = table.seeds or range(1, options.seeds + 1)
     selected = runs(part, options.scale, seeds)
     if options.columns:
@@ -162,6 +172,7 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         selected = [run for run in selected if run.name in names]
     selected = with_data(selected, table, options.scale, options.datasets)
     if options.attention:  # in this order
+        # A lent machine may be taken away: what is asked for first runs first.
         kinds = {kind: place for place, kind in enumerate(options.attention)}
         selected = [run for run in selected if run.attention_type in kinds]
         selected.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
@@ -201,6 +212,7 @@ def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
     states = {run.name: schedule.state(run) for run in chosen}
     for name, told in states.items():
         print(f"{name}: {told}")
+    # The kind of a state is its words before numbers and reasons.
     counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return 0

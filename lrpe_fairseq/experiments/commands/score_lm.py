@@ -54,6 +54,7 @@ def score(
         known = document_starts(data / "documents" / f"{split}.tsv", lines.sizes)
         starts += known[1:].tolist()  # what precedes the first one belongs to it
     metrics: dict[str, dict[str, float]] = {}
+    # A scaling changes the model, so each one loads it again.
     for scaling in dict.fromkeys(name.partition("+")[2] for name in names):
         same_scaling = [name for name in names if name.partition("+")[2] == scaling]
         overrides = {"data": str(home), **Protocol.parse(same_scaling[0]).overrides(length)}

@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     run = _run(options)
     folders.require(run.data, run.preparation_of(run.data))
+    # run_table must not train the same run at the same time.
     with locked(run.folder):
         status = train(run)
     if status == 0:
@@ -57,15 +58,19 @@ def train(run: TrainingRun) -> int:
     if seen >= run.max_update():
         print(f"{run.name} already has its {seen} updates")
         return 0
+    # All GPUs of the machine, as fairseq would take them.
     devices = run.usable(Devices(), print)
     limit = [f"{name}={value}" for name, value in devices.visible.items()]
     words = [*(["env", *limit] if limit else []), *run.command(devices.processes)]
     print(shlex.join(words), flush=True)
+    # Through tee, so that the log is written as it is for a table and the screen shows it too.
     return subprocess.run(["bash", "-c", TEE, str(run.log), *words], cwd=ROOT).returncode
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line. Raises: ValueError for a seed below 1."""
     words = sys.argv[1:] if arguments is None else arguments
+    # The scripts pass their table, which their users should not see in the help.
     script = SCRIPTS.get(words[0]) if words else None
     parser = argparse.ArgumentParser(
         prog=f"scripts/{script or 'train_classifier'}.sh",
@@ -87,10 +92,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> TrainingRun:
+    """Return the run of the row, with the changes of the command line.
+
+    Raises: ValueError for an unknown row, attention or setting.
+    """
     table = families.load_named(options.table)
     row = table.row(options.row)
     if options.attention not in row.attention:
         raise ValueError(f"{row.label} supports only {' and '.join(row.attention)} attention")
+    # The scripts are those of the paper's tables; run_table is the command for small scales.
     usual = "paper" if "paper" in table.scales else next(iter(table.scales))
     options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
@@ -98,9 +108,12 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     planned = families.with_data(
         planned, table, options.scale, options.dataset and [options.dataset]
     )
+    # A row with several rates has several runs; the first one is trained.
     run = next(run for run in planned if run.attention_type == options.attention)
+    # Unchanged, it is the run of the table: run_table then has only to evaluate it.
     if not options.changes:
         return run
+    # With changes it is another model, which must not fill a cell of the table.
     changes = parse_overrides(tuple(options.changes))
     for key in ELSEWHERE.keys() & changes.keys():
         raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")

@@ -48,6 +48,7 @@ def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[s
     counted = {}
     for split, text in texts.items():
         lines = {s: sum(1 for _ in prep.read_lines(side(text, s))) for s in languages}
+        # Shifted by one line, a corpus trains without an error and translates nothing.
         if len(set(lines.values())) != 1:
             counts = " and ".join(f"{n:,} lines of {language}" for language, n in lines.items())
             raise UserError(
@@ -71,6 +72,7 @@ def run_pieces(
     names = [binary_name(split, languages, s) for split in texts for s in languages]
     for path in reads.values():
         for number, line in enumerate(prep.read_lines(path), start=1):
+            # fairseq drops a sentence that is empty on one side, and the sides no longer pair up.
             if not line:
                 raise UserError(f"{path}, line {number}, is empty: remove it from both sides.")
 
@@ -83,6 +85,7 @@ def run_pieces(
             for language in languages:
                 binaries = {
                     part / binary_name(split, languages, language): encoded[f"{split} {language}"]
+                    # binarize builds the dictionary from the first text: train.
                     for split in sorted(texts, key="train".__ne__)
                 }
                 prep.binarize(binaries, part / f"dict.{language}.txt", workers=workers)

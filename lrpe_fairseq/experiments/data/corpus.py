@@ -76,6 +76,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
     Lines end at "\n" only: U+0085, U+2028 and "\r" within a line are whitespace, not line ends.
     """
+    # Python's default would also end lines at "\r".
     with open(path, encoding="utf-8", newline="\n") as text:
         for line in text:
             yield " ".join(line.split())
@@ -90,6 +91,7 @@ def write_lines(path: Path, lines: Iterable[Any]) -> None:
 def digest(path: Path, like: str = "0" * 64) -> str:
     """Return the checksum of a file; the length of ``like`` selects md5, sha1 or sha256."""
     with open(path, "rb") as stream:
+        # Publishers use all three.
         kind = {32: "md5", 40: "sha1", 64: "sha256"}[len(like)]
         return hashlib.file_digest(stream, kind).hexdigest()
 
@@ -102,6 +104,7 @@ def has_checksum(path: Path, checksum: str) -> bool:
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` at the end; after an error it is deleted."""
+    # On the same disk, so that the rename is atomic.
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -140,9 +143,11 @@ def obtain(
     if from_dir is not None:
         return unpack(_stored(file, from_dir), target, checksum)
     part = target.with_name(f"{file}.part")
+    # A complete part is what a kill before the rename leaves.
     if not checksum or not has_checksum(part, checksum):
         _download(urls, part)
     if packed:
+        # The published checksum is of the plain file.
         unpack(functools.partial(gzip.open, part), target, checksum)
         part.unlink()
     elif has_checksum(part, checksum):
@@ -163,6 +168,7 @@ def unpack(opener: Opener, target: Path, checksum: str = "") -> Path:
     """
     with readable(target.name), opener() as stream, atomic_write(target, "wb") as out:
         shutil.copyfileobj(stream, out, BLOCK)
+        # The checksum is read from the file on the disk, before it gets its name.
         out.flush()
         if not has_checksum(Path(out.name), checksum):
             raise ValueError(f"its checksum is not {checksum}")
@@ -171,7 +177,10 @@ def unpack(opener: Opener, target: Path, checksum: str = "") -> Path:
 
 @contextlib.contextmanager
 def readable(source: object) -> Iterator[None]:
-    """Turn the errors of a damaged file or archive into a UserError that names ``source``."""
+    """Turn the errors of a damaged file or archive into a UserError that names ``source``.
+
+    Raises: UserError.
+    """
     try:
         yield
     except (ValueError, EOFError, *COMPRESSED) as why:
@@ -183,7 +192,10 @@ def readable(source: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def zip_member(archive: Path, file: str) -> Iterator[IO[bytes]]:
-    """Open the archive member with this file name, in any folder of the archive."""
+    """Open the archive member with this file name, in any folder of the archive.
+
+    Raises: ValueError unless there is exactly one such member.
+    """
     with zipfile.ZipFile(archive) as zipped:
         members = [name for name in zipped.namelist() if PurePosixPath(name).name == file]
         if len(members) != 1:
@@ -200,6 +212,7 @@ def tar_members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Ma
     :func:`readable`.
     """
     where = {"name": archive} if isinstance(archive, Path) else {"fileobj": archive}
+    # As a stream: archives of books have a gigabyte, and no index.
     with tarfile.open(mode="r|*", **where) as tar:
         for member in tar:
             match = wanted(member.name, pattern)
@@ -213,6 +226,10 @@ def wanted(name: str, pattern: str) -> re.Match[str] | None:
 
 
 def _stored(file: str, folder: Path) -> Opener:
+    """Return what opens a file of a folder, plain or compressed.
+
+    Raises: UserError if it is in none of the forms.
+    """
     openers = {"": functools.partial(open, mode="rb"), ".gz": gzip.open, ".xz": lzma.open}
     openers[".zip"] = functools.partial(zip_member, file=file)
     for suffix, opener in openers.items():
@@ -225,7 +242,10 @@ def _stored(file: str, folder: Path) -> Opener:
 
 
 def _download(urls: Sequence[str], part: Path) -> None:
-    """Complete ``part`` from the first address that answers."""
+    """Complete ``part`` from the first address that answers.
+
+    Raises: UserError if no address answers.
+    """
     file = part.stem
     reason = "no URL is known"
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -235,8 +255,10 @@ def _download(urls: Sequence[str], part: Path) -> None:
         except (OSError, http.client.HTTPException) as error:
             reason = f"{url}: {error}"
             say(f"  {reason}")
+            # 416: the server has fewer bytes than we have.
             if isinstance(error, urllib.error.HTTPError) and error.code == 416:
                 part.unlink()  # longer than the file, so it belongs to another
+            # A busy mirror needs a moment; the first retry needs none.
             time.sleep(attempt)
     raise UserError(
         f"Could not download {file} ({reason}): run the same command again to resume, "
@@ -245,7 +267,10 @@ def _download(urls: Sequence[str], part: Path) -> None:
 
 
 def _resume(url: str, part: Path) -> None:
-    """Append the rest of ``url`` to ``part``; start again if the server supports no ranges."""
+    """Append the rest of ``url`` to ``part``; start again if the server supports no ranges.
+
+    Raises: OSError if the connection ends early.
+    """
     from tqdm import tqdm
 
     start = part.stat().st_size if part.is_file() else 0
@@ -256,6 +281,7 @@ def _resume(url: str, part: Path) -> None:
         total = int(answer.headers.get("Content-Length") or 0)
         units = {"total": total or None, "unit": "B", "unit_scale": True, "disable": None}
         with (
+            # 206: the server honors the range. Otherwise it sends the file from its start.
             open(part, "ab" if answer.status == 206 else "wb") as out,
             tqdm.wrapattr(out, "write", **units) as counted,
         ):
@@ -354,7 +380,9 @@ def read_tokens(prefix: Path, limit: int | None = None) -> np.ndarray:
 
 def count_types(dictionary: Path) -> dict[str, int]:
     """Count a fairseq dictionary: ``size`` is the width of the model's embedding."""
+    # A symbol may contain spaces; the count after the last one does not.
     symbols = [line.rsplit(" ", 1)[0] for line in read_lines(dictionary)]
+    # fairseq pads dictionaries to a multiple of 8 with words that no text has.
     filler = sum(symbol.startswith("madeupword") for symbol in symbols)
     return {"size": len(symbols) + FAIRSEQ_SPECIALS, "symbols": len(symbols) - filler}
 
@@ -365,6 +393,8 @@ def count_split(text: Path, prefix: Path) -> dict[str, int]:
     The two counts make perplexities of different tokenizations comparable: with a loss in bits
     per token, the perplexity per word is ``2 ** (loss * tokens / words_with_eos)``, and that of
     PG-19 ``2 ** (loss * tokens / words)``. ``words_with_eos`` adds one end of line per line.
+
+    Raises: UserError if text and binary form have different numbers of lines.
     """
     sizes = [len(line.split()) for line in read_lines(text)]
     binary = count_binary(prefix)
@@ -421,6 +451,7 @@ class Steps:
         """Run ``make`` unless its inputs ``reads`` and outputs ``writes`` are unchanged."""
         inputs = {key: self._fingerprint(value) for key, value in sorted(reads.items())}
         steps = self.old.get("steps", {})
+        # Outputs count too: a step whose file was deleted or damaged runs again.
         if steps.get(name) == {"reads": inputs, "writes": self._outputs(writes)}:
             say(f"  {name}: already done")
         else:
@@ -445,6 +476,7 @@ class Steps:
 
     def finish(self, results: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Record the results, recounted if any step ran; print and return the whole manifest."""
+        # Results are counted only if a step ran; counting reads all texts.
         if "splits" not in self.old:
             self._save({**results(), "steps": self.done})
         for split, counts in self.old["splits"].items():
@@ -462,6 +494,7 @@ class Steps:
     def _fingerprint(value: Any) -> Any:
         if not isinstance(value, Path):
             return value
+        # An absent file is a value of its own: a step that lacks it has changed.
         return digest(value) if value.is_file() else "absent"
 
 

@@ -70,6 +70,7 @@ def prepare(
             for name, words in dictionaries.items():
                 prep.write_lines(part / name / "dict.txt", (f"{symbol} 1" for symbol in words))
             for split, examples in make().items():
+                # A label is a row of one symbol: fairseq reads it as a text.
                 labels = ([label] for label in examples.labels)
                 rows = {"input0": examples.inputs, "input1": examples.seconds, "label": labels}
                 for name in dictionaries:
@@ -84,6 +85,7 @@ def _ids(rows: Iterable[Sequence[int]], end: bool) -> Iterable[np.ndarray]:
     """Yield fairseq's ids of each row, with the end of sentence if ``end``."""
     tail = np.array([prep.FAIRSEQ_EOS] if end else [], dtype=np.int64)
     for row in rows:
+        # bytes are read without a Python number per byte.
         values = np.frombuffer(row, np.uint8) if isinstance(row, bytes) else np.asarray(row)
         yield np.append(values.astype(np.int64) + prep.FAIRSEQ_SPECIALS, tail)
 
@@ -107,6 +109,7 @@ def count(dest: Path, classes: int) -> dict[str, Any]:
 
 def labels_of(prefix: Path) -> np.ndarray:
     """Return the classes that :func:`prepare` wrote, int64 (N,)."""
+    # Each row is a class and the end of sentence.
     stored = np.fromfile(f"{prefix}.bin", dtype=np.uint16).reshape(-1, 2)[:, 0]
     return stored.astype(np.int64) - prep.FAIRSEQ_SPECIALS
 
@@ -115,15 +118,20 @@ def stratified(labels: Sequence[int], sizes: Mapping[str, int], seed: int) -> di
     """Draw disjoint splits in which every class has its share; return split -> ascending indices.
 
     labels: (N,). sizes: of the splits, together N. numpy guarantees the stream of ``RandomState``.
+
+    Raises: ValueError if the sizes do not add up to N.
     """
     labels = np.asarray(labels)
     draw = np.random.RandomState(seed).permutation(len(labels))
     place = np.empty(len(labels))
     for label in np.unique(labels):
         members = draw[labels[draw] == label]
+        # Evenly spread places: cutting the order anywhere gives every class its share.
         place[members] = (np.arange(len(members)) + 0.5) / len(members)
+    # Stable, so that every machine has the same order at ties.
     order = draw[np.argsort(place[draw], kind="stable")]
     ends = np.cumsum([0, *sizes.values()])
+    # Left-over examples would be in no split, without a word.
     if ends[-1] != len(labels):
         raise ValueError(f"splits of {ends[-1]} examples cannot be drawn from {len(labels)}")
     return {s: np.sort(order[a:b]) for s, a, b in zip(sizes, ends[:-1], ends[1:], strict=True)}
@@ -184,6 +192,8 @@ def prepare_images(dest: Path, source: Images, side: int, from_dir: Path | None 
     """Prepare ``dest`` with images of ``side`` x ``side`` pixels and return its manifest.
 
     from_dir: a folder with the file, instead of the installed package.
+
+    Raises: UserError if the package is not installed and no folder is given.
     """
     steps = prep.Steps(dest, source.name, f"{side}x{side}")
     spec = importlib.util.find_spec(source.package)  # located, but not imported
@@ -205,6 +215,7 @@ def _images(path: Path, source: Images, side: int) -> dict[str, Examples]:
     rows = np.loadtxt(path, delimiter=",", ndmin=2)
     factor = source.side // side
     blocks = (source.scale * rows[:, :-1]).reshape(len(rows), side, factor, side, factor)
+    # Rounded once, after the mean: rounding twice would shift some pixels.
     pixels = np.rint(blocks.mean((2, 4))).astype(np.int64).reshape(len(rows), -1)
     every = Examples(pixels.tolist(), rows[:, -1].astype(np.int64).tolist())
     drawn = stratified(every.labels, source.sizes, source.seed)

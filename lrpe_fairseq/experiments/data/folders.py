@@ -32,6 +32,7 @@ def dataset_name(data: Path) -> str:
 def is_prepared(data: Path) -> bool:
     """True if ``data`` contains binarized text with its dictionary, from a script that finished."""
     known = manifest(data)
+    # A manifest with steps and without splits is of a preparation that was interrupted.
     return ("splits" in known or "steps" not in known) and any((data / "bin").rglob("dict*.txt"))
 
 
@@ -47,6 +48,7 @@ def data_home(path: str) -> Path:
     PosixPath('data/wikibook')
     """
     folder = Path(path.split(":")[0])
+    # Shards lie one folder deeper than plain data.
     return folder.parent.parent if SHARD.fullmatch(folder.name) else folder.parent
 
 
@@ -64,6 +66,7 @@ def require_splits(data: Path, splits: Sequence[str]) -> None:
     """Raise UserError if the manifest of ``data`` lacks one of ``splits``."""
     known = manifest(data).get("splits", {})
     for split in splits:
+        # Data without a manifest are the user's own; fairseq finds out.
         if known and split not in known:
             raise UserError(
                 f"{relative(data)} has no split {split} to evaluate; it has {', '.join(known)}"
@@ -78,6 +81,7 @@ def prepare(data: Path, preparation: Sequence[str], source: Path | None = None) 
 
     Raises: UserError if the script fails, or if none is known.
     """
+    # A table with several data sets passes --from to all of them.
     if source and preparation and not takes_source(preparation):
         print(f"{relative(data)} is generated, so --from does not apply to it", flush=True)
         source = None
@@ -99,6 +103,7 @@ def takes_source(preparation: Sequence[str]) -> bool:
 
 def _run(script: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
     """Run a script of data-prep with this Python from the repository root."""
+    # Scripts of data-prep import this checkout, also where another version is installed.
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *script], cwd=ROOT, env=env, **options)
 
@@ -115,6 +120,7 @@ def checksums(data: Path, splits: Collection[str]) -> Checksums:
     parts: dict[str, str] = {}
     files = {path.relative_to(data / "bin").as_posix(): path for path in (data / "bin").rglob("*")}
     for name, path in sorted(files.items()):
+        # Files of a split begin with its name: train.bin, train.en-de.en.idx.
         part = DICTIONARY if path.name.startswith("dict.") else path.name.split(".")[0]
         if path.is_file() and (part == DICTIONARY or part in splits):
             parts[part] = parts.get(part, "") + f"{name} {digest_of(path)}\n"
@@ -123,6 +129,7 @@ def checksums(data: Path, splits: Collection[str]) -> Checksums:
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the parts of both that have different checksums."""
+    # A part that one side does not know, such as in an old run file, proves no change.
     return sorted(part for part in before.keys() & now.keys() if before[part] != now[part])
 
 
@@ -134,6 +141,7 @@ def verify(data: Path) -> None:
     for step in manifest(data).get("steps", {}).values():
         for name, checksum in step["writes"].items():
             path = data / name
+            # Only what fairseq reads: raw texts and pieces may be deleted to save space.
             if name.startswith("bin/") and not (path.is_file() and digest_of(path) == checksum):
                 raise UserError(
                     f"{relative(path)} is not the file that data-prep wrote (missing, damaged or "
@@ -144,6 +152,7 @@ def verify(data: Path) -> None:
 def digest_of(path: Path) -> str:
     """Return the sha256 of a file; recomputed only if its size or modification time changed."""
     about = path.stat()
+    # Hashing gigabytes for every run of a table would take longer than small trainings.
     return _digest(path, about.st_size, about.st_mtime_ns)
 
 

@@ -104,6 +104,7 @@ def scores(task: GlueTask, predicted: Sequence[float], wanted: Sequence[float]) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constant predictions
         values = {name: known[name](wanted, predicted) for name in task.metrics}
+    # A correlation with constant predictions is nan in scipy; GLUE counts it as 0.
     percent = {name: 100 * float(np.nan_to_num(value)) for name, value in values.items()}
     return {**percent, "examples": len(wanted)}
 
@@ -184,6 +185,7 @@ def fetch_mrpc(raw: Path) -> None:
 
 def split_mrpc(pairs: Path, ids: Path, raw: Path) -> None:
     """Write ``train.tsv`` and ``dev.tsv`` in the official format; dev has the pairs in ``ids``."""
+    # MRPC's official development set is a list of pairs of sentence numbers.
     dev = {tuple(row) for row in _rows(ids)}
     header, *rows = _rows(pairs)
     halves = {"train": [header], "dev": [header]}

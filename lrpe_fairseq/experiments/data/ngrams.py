@@ -55,6 +55,8 @@ class Keys:
         for table in self.tables:
             keys, whole = _keys(by_order[-1], text, self.symbols)
             place = np.searchsorted(table, keys)
+            # searchsorted returns the end for a key above all others; any valid place will do,
+            # because the keys are compared.
             place[place == len(table)] = 0
             by_order.append(np.where(whole & (table[place] == keys), place, UNSEEN))
         return by_order
@@ -65,6 +67,7 @@ def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]
 
     symbols: size of the vocabulary. Raises: ValueError if the text has other symbols.
     """
+    # Another dictionary would give keys that mean other n-grams.
     if len(text) and not 0 <= text.min() <= text.max() < symbols:
         raise ValueError(f"the text has symbols outside 0 to {symbols - 1}")
     keys = Keys(symbols)
@@ -129,6 +132,7 @@ class KneserNey:
             if order < orders:
                 before = np.empty(self.keys.size(order + 1), np.int64)
                 longer, shorter = ids[order], ids[order - 1]
+                # A token near the start of the text has no longer n-gram.
                 whole = longer != UNSEEN
                 before[longer[whole]] = shorter[whole]  # of each longer n-gram: without its first
                 self._below.append(self._level(order, np.bincount(before, minlength=size)))
@@ -136,10 +140,12 @@ class KneserNey:
     def _level(self, order: int, counts: Ints) -> Level:
         contexts = self.keys.prefixes(order)
         size = self.keys.size(order - 1)
+        # A discount is never more than its count: no share is negative.
         taken = np.minimum(discounts(counts)[np.minimum(counts, 3)], counts)
         totals = np.bincount(contexts, weights=counts, minlength=size)
         lost = np.bincount(contexts, weights=taken, minlength=size)
         seen = totals > 0
+        # Contexts without n-grams would divide by zero; nothing reads their shares.
         safe = np.where(seen, totals, 1.0)
         return Level((counts - taken) / safe[contexts], lost / safe, seen)
 
@@ -152,6 +158,8 @@ class KneserNey:
             contexts = np.zeros(len(text), np.int64) if order == 1 else preceding(ids[order - 2])
             ngrams = ids[order - 1]
             by_order.append(_interpolated(self._highest[order - 1], contexts, ngrams, below))
+            # The highest order has true counts; below it the number of different continuations
+            # counts.
             if order < self.keys.orders:
                 below = _interpolated(self._below[order - 1], contexts, ngrams, below)
         return np.stack(by_order)
@@ -172,6 +180,7 @@ def discounts(counts: Ints) -> Floats:
 def _interpolated(level: Level, contexts: Ints, ngrams: Ints, below: Floats) -> Floats:
     """Return p by a level, from p by the order below."""
     known = contexts != UNSEEN
+    # A context that occurs only at the end of the text has no n-grams either.
     known[known] = level.seen[contexts[known]]
     mixed = below.copy()
     mixed[known] *= level.rest[contexts[known]]
@@ -207,6 +216,7 @@ def _recent(ids: Ints, window: int) -> Ints:
     """Return how often the id at every token is among the ``window`` before it; 0 if unseen."""
     places = np.arange(len(ids))
     step = len(ids) + 1
+    # Sorted by id, then by place: one search counts all earlier places of an id.
     by_id = np.sort(ids * step + places)
     first = np.maximum(places - window, 0)
     count = np.searchsorted(by_id, ids * step + places) - np.searchsorted(by_id, ids * step + first)
@@ -236,6 +246,7 @@ class Mixture:
     def probabilities(self, text: Ints) -> Floats:
         """Return p of every token, (N,)."""
         parts, defined = self._parts(text)
+        # Without a fit, Kneser-Ney alone.
         alone = np.eye(1, len(parts))[0]
         weights = np.stack(
             [self._weights.get(pattern, alone) for pattern in range(2 ** (len(parts) - 1))]
@@ -261,9 +272,11 @@ def fitted(parts: Floats) -> Floats:
 
     A component that is 0 everywhere gets the weight 0.
     """
+    # A component that never gives a chance would keep its start forever.
     weights = (parts > 0).any(1) / max((parts > 0).any(1).sum(), 1)
     for _ in range(STEPS):
         owned = weights[:, None] * parts
+        # A token that every component excludes would be 0 / 0.
         weights = (owned / np.maximum(owned.sum(0), 1e-300)).mean(1)
     return weights
 

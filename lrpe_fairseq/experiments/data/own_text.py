@@ -38,6 +38,7 @@ def prepare(
             f"give one text file, or three in the order train, valid, test, not {len(files)}: "
             "join several texts with cat."
         )
+    # With byte fallback every text can be written, but 256 pieces are taken.
     if vocabulary < BYTES + SMALLEST:
         raise UserError(
             f"--vocabulary {vocabulary} is too small: {BYTES} pieces are bytes, so choose at "
@@ -79,6 +80,7 @@ def run_split(steps: prep.Steps, files: Sequence[Path]) -> dict[str, Path]:
             splits = {split: prep.read_lines(path) for split, path in reads.items()}
         for split, lines in splits.items():
             prep.write_lines(texts[split], lines)
+            # One document per split: evaluations by document have a start to read from.
             prep.write_lines(documents[split], [f"0\t{split}"])
 
     reads = reads if len(files) == 3 else {"text": files[0], "held out": HELD_OUT}
@@ -91,6 +93,7 @@ def cut(lines: Sequence[str], source: Path) -> dict[str, Sequence[str]]:
 
     Raises: UserError if a split would have no words.
     """
+    # From the end: with random lines, training would read the neighbors of the test lines.
     ends = list(itertools.accumulate(len(line) + 1 for line in lines))
     limits = [ends[-1] * (1 - 2 * HELD_OUT), ends[-1] * (1 - HELD_OUT)]
     first, second = (sum(end <= limit for end in ends) for limit in limits)

@@ -42,6 +42,7 @@ class SentencePiece:
         """Return all pieces except the unknown one, which fairseq's dictionary adds."""
         spm = self._processor
         indices = range(spm.get_piece_size())
+        # A second <unk> would shift all ids of the model.
         return [spm.id_to_piece(index) for index in indices if not spm.is_unknown(index)]
 
     def cut(self, lines: Sequence[str], threads: int = 1) -> Iterator[str]:
@@ -113,6 +114,8 @@ def train_sentencepiece(
         vocab_size: the number of pieces; at most that many with ``kind="char"``.
         kind: "bpe", or "char" for one piece per character, with ``▁`` for a space.
         options: further options of sentencepiece's trainer; they replace those here.
+
+    Raises: UserError if the text has too few pieces for ``vocab_size``.
     """
     import sentencepiece
 
@@ -126,6 +129,7 @@ def train_sentencepiece(
         "character_coverage": 1.0,
         "normalization_rule_name": "identity",
         "max_sentence_length": 1 << 20,  # the default drops lines above 4,192 bytes
+        # With more threads the pieces differ from call to call.
         "num_threads": 1,
         "bos_id": -1,
         "eos_id": -1,
@@ -138,18 +142,23 @@ def train_sentencepiece(
             sentence_iterator=(line for line in lines if line), model_writer=trained, **chosen
         )
     except RuntimeError as error:
-        largest = re.search(r"value <= (\d+)", str(error))
-        advice = f"at most {largest[1]}" if largest else f"another number ({error})"
         raise UserError(
-            f"sentencepiece cannot make {vocab_size} pieces: choose {option} {advice}."
+            f"sentencepiece cannot make {vocab_size} pieces: choose {option} {_possible(error)}."
         ) from None
     with atomic_write(model, "wb") as out:
         out.write(trained.getvalue())
 
 
+def _possible(error: RuntimeError) -> str:
+    """Return which numbers of pieces are possible; sentencepiece says it in its error only."""
+    largest = re.search(r"value <= (\d+)", str(error))
+    return f"at most {largest[1]}" if largest else f"another number ({error})"
+
+
 def encode(tokenizer: Tokenizer, source: Path, target: Path, threads: int = 1) -> None:
     """Encode ``source`` line by line as pieces; empty lines are kept."""
     lines = prep.read_lines(source)
+    # In batches: sentencepiece encodes a list in several threads, and a corpus does not fit.
     batches = iter(lambda: list(itertools.islice(lines, 20_000)), [])
     cut = (tokenizer.cut(batch, threads) for batch in batches)
     prep.write_lines(target, itertools.chain.from_iterable(cut))
@@ -162,6 +171,8 @@ def write_dictionary(tokenizer: Tokenizer, train_pieces: Path, target: Path) -> 
     always merges there, but not in another split, would become ``<unk>``.
     """
     counts = Counter(p for line in prep.read_lines(train_pieces) for p in line.split())
+    # Frequent pieces first, which adaptive softmax and adaptive inputs need; ties by name, so that
+    # it is deterministic.
     pieces = sorted(tokenizer.vocabulary(), key=lambda piece: (-counts[piece], piece))
     filler = -(len(pieces) + prep.FAIRSEQ_SPECIALS) % 8  # as fairseq pads its dictionaries
     pieces += [f"madeupword{i:04d}" for i in range(filler)]

@@ -94,6 +94,8 @@ def _sequence(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
     """``begin x separator y``, y = x or x backwards, without the last token of y."""
     symbols = types("s", scale.symbols)
     word = tuple(symbols[number] for number in rng.randint(scale.symbols, size=length))
+    # Teacher forcing: the input has the answer, shifted by one, and its last token is only
+    # predicted.
     answer = SEQUENCES[task](word)
     inputs = (BEGIN, *word, SEPARATOR, *answer[:-1])
     return Sample(inputs, (*[PAD] * (length + 1), *answer))
@@ -116,6 +118,7 @@ def _recall(rng: RandomState, scale: Scale, length: int, task: str) -> Sample:
         assigned += [keys[n] for n in rng.randint(number, size=number)]
         assigned = [assigned[n] for n in rng.permutation(len(assigned))]
     values = [f"v{n + 1}" for n in rng.permutation(scale.keys)[: len(assigned)]]
+    # Values of a sample differ, so that the last assignment of a key is known by its value.
     pairs = list(zip(assigned, values, strict=True))
     return _with_queries(rng, pairs, keys, length, max(0, length - longest))
 
@@ -158,6 +161,7 @@ def _flip_flop(rng: RandomState, scale: Scale, length: int, ignore: float = IGNO
     targets = []
     memory = ""
     for instruction, bit in zip(instructions, rng.randint(2, size=count), strict=True):
+        # An ignored bit must not reach the memory: it is the distractor.
         memory = str(bit) if instruction == "w" else memory
         reads = instruction == "r"
         inputs += [instruction, memory if reads else str(bit)]
@@ -346,10 +350,12 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
     task = TASKS[recipe.task]
     longest = recipe.length
     shortest = max(2, int(task.shortest * longest))
+    # The length in tokens, which a task may make longer than its nominal one.
     seen = len(task.draw(RandomState(0), recipe.sizes, longest).inputs)
 
     def draw(rng: RandomState) -> Sample:
         length = split.multiple * longest or shortest + below(rng, longest - shortest + 1)
+        # Pairs of a key and a value fill two tokens.
         length -= length % 2 if task.even else 0
         sample = task.draw(rng, recipe.sizes, length, **split.keywords)
         if recipe.fillers == "random":
@@ -362,6 +368,7 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
 
 def _without_blanks(rng: RandomState, sample: Sample, symbols: int) -> Sample:
     """Return ``sample`` with random symbols n1, n2, ... in place of blanks."""
+    # A stream of symbols that no answer has: a model cannot tell blanks by their sameness.
     drawn = iter(types("n", symbols)[n] for n in rng.randint(symbols, size=len(sample.inputs)))
     inputs = (next(drawn) if token == BLANK else token for token in sample.inputs)
     return sample._replace(inputs=tuple(inputs))

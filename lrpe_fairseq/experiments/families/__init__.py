@@ -47,6 +47,7 @@ def family_of(config: Path) -> type[TrainingRun]:
         raise ValueError(f"{relative(config)} does not exist")
     task = load_config(config).task._name
     for family in FAMILIES.values():
+        # Two families share a folder of configurations; their tasks differ.
         if config.parent == CONFIGS / family.configs and family.task in ("", task):
             return family
     raise ValueError(
@@ -69,6 +70,7 @@ def load_named(name: str) -> Table:
     folder = CONFIGS / "tables"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
+        # The stem, because a user may pass the file's path.
         close = get_close_matches(Path(name).stem, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         raise ValueError(f"there is no table {name}; {hint}")
@@ -104,6 +106,7 @@ def in_columns(table: Table, scale: str, seeds: Sequence[int], titles: Sequence[
     """Return the names of the runs that fill columns with these titles. Raises: ValueError."""
     _require(table, scale, "column", titles, [column.title for column in table.columns])
     keys = set(itertools.chain(*(c.mean_of or [c.key] for c in table.columns if c.title in titles)))
+    # A mean stands for the columns that it averages.
     columns = [column for column in table.columns if column.key in keys]
     return {run.name for run in runs(dataclasses.replace(table, columns=columns), scale, seeds)}
 
@@ -142,6 +145,7 @@ def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
     for cell in cells(first):
         _, home = homes.setdefault(place(first, cell), (first, cell))
         homes[place(first, cell)] = first, home.asked(cell.evaluations)
+    # Later tables take the runs over, so that equal cells are trained once.
     for other in others:
         cells_of_other = {place(other, cell): cell for cell in reversed(cells(other))}
         for key in homes.keys() & cells_of_other.keys():
@@ -150,10 +154,15 @@ def _homes(tables: Sequence[Table], scale: str) -> list[tuple[Table, Cell]]:
 
 
 def _runs_of(table: Table, cell: Cell, scale: str, seed: int) -> list[TrainingRun]:
+    """Return the runs of a cell for one seed.
+
+    Raises: ValueError if its data are not those of its column.
+    """
     config = ROOT / cell.config if cell.config else config_of(table, scale)
     planned = family_of(config).of_cell(table, cell, scale, config, seed)
     for run in planned:
         known = folders.dataset_name(run.data) if folders.is_prepared(run.data) else cell.dataset
+        # Two sources that say which data a column has must agree.
         if cell.config and known != cell.dataset:
             raise ValueError(
                 f"{cell.config} trains on {known}, but its column has the data set {cell.dataset}: "

@@ -50,6 +50,7 @@ class ClassificationRun(TrainingRun):
         if protocol == ACCURACY:
             return self.data
         name = protocol.removeprefix(ON)
+        # Other data lie beside those of the training.
         if name in ("", protocol) or "/" in name:
             raise ValueError(f"{protocol!r} is no protocol: choose {ACCURACY} or {ON}DATA")
         return self.data.parent / name
@@ -67,6 +68,7 @@ class ClassificationRun(TrainingRun):
         """Also prepare the other data that the model is evaluated on, without ``source``."""
         super().prepare_data(source)
         for data in {self.data_of(protocol) for _, protocol in self.evaluations} - {self.data}:
+            # --from names the source of the training data only.
             folders.prepare(data, self.preparation_of(data))
 
     def measure(self, run: Shell) -> Run:
@@ -105,6 +107,7 @@ def _selection(data: Path, splits: Collection[str]) -> str:
     if splits and "test" not in splits:
         return " There is no test split: the accuracy on valid also selects the checkpoint."
     valid, test = (data / "bin" / "input0" / f"{split}.bin" for split in ("valid", "test"))
+    # Some published splits are the same file; a test accuracy is then a validation accuracy.
     if valid.exists() and test.exists() and filecmp.cmp(valid, test, shallow=False):
         return " Valid is the test split: the accuracy on it also selects the checkpoint."
     return ""

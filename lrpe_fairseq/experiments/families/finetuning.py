@@ -59,6 +59,7 @@ class FinetuningRun(TrainingRun):
         cls, table: Table, cell: Cell, scale: str, config: Path, seed: int
     ) -> list[TrainingRun]:
         """Return the runs of a cell, whose data set is a GLUE task: one per learning rate."""
+        # Seed 1 of pre-training: seeds of a row are those of its fine-tuning.
         folder = f"{scale}-{file_name(f'{cell.label}-{cell.attention}')}-seed1"
         best = ROOT / "runs" / table.pretrained / folder / "checkpoints" / checkpoints.BEST
         source = {"checkpoint": best, "label": cell.label}
@@ -85,11 +86,15 @@ class FinetuningRun(TrainingRun):
     def data_checksums(self) -> Checksums:
         """Also that of the pre-trained checkpoint."""
         known = super().data_checksums()
+        # Without the checkpoint nothing can be trained, and a plan must still be printed.
         readable = known and self.checkpoint.is_file()
         return {**known, "pretrained": digest_of(self.checkpoint)} if readable else known
 
     def require_inputs(self) -> None:
-        """Also require that checkpoint, data and task match."""
+        """Also require that checkpoint, data and task match.
+
+        Raises: RunFailed without the checkpoint, or if its dictionary is not that of the data.
+        """
         if not self.checkpoint.exists():
             row = (self.checkpoint.absolute().parents[2].name, self.label, self.attention_type)
             raise RunFailed(
@@ -137,12 +142,16 @@ class FinetuningRun(TrainingRun):
         )
 
     def _model(self) -> dict[str, str]:
-        """Every option of the checkpoint's model that fine-tuning must keep."""
+        """Every option of the checkpoint's model that fine-tuning must keep.
+
+        Raises: ValueError if the checkpoint has another attention or encoding than the cell.
+        """
         if not self.checkpoint.is_file():
             return super().encoding_choices()
         model = model_options(self.checkpoint)
         attention, encoding = model["model.attention_type"], model["model.position_encoding"]
         choices = {"attention_type": attention, "position_encoding": encoding}
+        # The path names a row; the checkpoint there may be of another one.
         if any(comparable(k, v) != comparable(k, getattr(self, k)) for k, v in choices.items()):
             raise ValueError(
                 f"the checkpoint has {attention} attention and the encoding {encoding}, not "
@@ -165,9 +174,11 @@ class FinetuningRun(TrainingRun):
     def _updates(self) -> dict[str, str]:
         """The updates of the YAML's epochs, up to its max_update, and the schedule; or nothing."""
         splits = manifest(self.data).get("splits")
+        # Before the data are prepared the updates are unknown; nothing is trained then.
         if not splits:
             return {}
         settings = OmegaConf.merge(self.yaml(), OmegaConf.from_dotlist(list(self.overrides)))
+        # fairseq's schedules count updates; papers state epochs.
         batches = math.ceil(splits["train"]["examples"] / settings.dataset.batch_size)
         updates = batches * settings.optimization.max_epoch
         updates = min(updates, settings.optimization.max_update or updates)
@@ -202,6 +213,7 @@ def finetuning_runs(
     """
     settings = load_config(config)
     home = ROOT / Path(settings.task.data).parent.parent
+    # The configuration's list is per epoch in fairseq; it has one value.
     rates = rates or list(settings.optimization.lr)
     started = source["checkpoint"].absolute().parent.parent.name
     made = []
@@ -260,6 +272,7 @@ def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
         f"{'Trained' if split == 'train' else f'Evaluated ({split})'} on a subset: "
         f"{counts['examples']:,} of {counts['official']:,} examples."
         for split, counts in splits.items()
+        # A subset makes numbers that no published one compares with.
         if counts["examples"] != counts["official"]
     ]
 

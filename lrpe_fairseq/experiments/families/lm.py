@@ -90,6 +90,7 @@ def measure(
             log = folder / f"eval-{checkpoint.stem}-{split}-{name}.log"
             run(evaluation_command(checkpoint, data, split, name, options), log)
             by_protocol[name] = read_evaluation(log, data, split)
+        # In one process: the model is loaded once for all lengths.
         if others := [name for name in names if name not in by_protocol]:
             out = folder / f"eval-{checkpoint.stem}-{split}-lengths.json"
             measured = written_by(run, out, "score_lm", checkpoint, data, split, *others)
@@ -111,6 +112,7 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
             f"position encoding {', '.join(names)} has no rotations to scale: evaluate it without "
             "context scaling"
         )
+    # Refused before the training: it would be found after hours.
     longest = max((protocol.longest for protocol in wanted), default=0)
     learned = options.get("model.decoder_learned_pos") and not options.get(
         "model.no_token_positional_embeddings"
@@ -143,6 +145,7 @@ def evaluation_command(
         *("--context-window", str(parsed.context_window(tokens))),
         *("--sample-break-mode", "none"),
         *("--max-tokens", str(options["dataset.max_tokens"] or tokens)),
+        # Workers of a data loader would cost more than the evaluation of a small model.
         *("--num-workers", "0"),
         *(("--model-overrides", str(overrides)) if overrides else ()),
         "--no-progress-bar",
@@ -162,10 +165,14 @@ def read_evaluation(log: Path, data: Path, split: str) -> dict[str, float]:
 def _complete(
     name: str, measured: Run, data: Path, split: str, trained: int, source: Path
 ) -> dict[str, float]:
-    """Return the metrics of a protocol, which must have scored all tokens of the manifest."""
+    """Return the metrics of a protocol, which must have scored all tokens of the manifest.
+
+    Raises: RunFailed if it has not.
+    """
     protocol = Protocol.parse(name)
     tokens = manifest(data).get("splits", {}).get(split, {}).get("tokens")
     expected = protocol.count(tokens, trained) if tokens else measured["tokens"]
+    # fairseq leaves out what does not fit into a batch, without an error.
     if measured["tokens"] != expected:
         raise RunFailed(f"{source}: {measured['tokens']} of {expected} tokens were evaluated")
     return measured if protocol.is_partial else with_words(measured, data, split)

@@ -78,6 +78,7 @@ class Fitted:
         self._alone: dict[str, np.ndarray] = {}
         self._mixtures: dict[int, ngrams.Mixture] = {}
         self._mixed: dict[tuple[str, int], np.ndarray] = {}
+        # The order is chosen on valid, as a rate of a model would be.
         losses = [ngrams.loss(probabilities) for probabilities in self.alone("valid")]
         self.order = 1 + int(np.argmin(losses))
 
@@ -89,6 +90,7 @@ class Fitted:
 
     def mixed(self, split: str, window: int) -> np.ndarray:
         """Return p of every token of a split with a cache; the weights are fitted to ``valid``."""
+        # A fit reads all of valid; several protocols share a window.
         if window not in self._mixtures:
             held_out = self.texts.split("valid")
             self._mixtures[window] = ngrams.Mixture(self._model, self.order, window, held_out)
@@ -135,6 +137,7 @@ def measure(wanted: Sequence[Yardstick]) -> Iterator[Run]:
     """Yield the run files of yardsticks of one data folder; one model is in memory at a time."""
     texts = Corpus(wanted[0].data) if wanted else None
     fit = None
+    # Ascending in tokens: equal ones share a fit.
     for one in wanted:
         begun = time.monotonic()
         if fit is None or fit.tokens != one.tokens:

@@ -43,6 +43,7 @@ class SyntheticRun(TrainingRun):
     def measure(self, run: Shell) -> Run:
         """Return accuracies and loss of every split of ``evaluations``, in one process."""
         log = self.folder / "eval.log"
+        # In one process: starting Python takes longer than these tests.
         splits = [split for split, _ in self.evaluations]
         options = ("--max-tokens", str(MAX_TOKENS))
         run(self.validation("lrpe_synthetic", ",".join(splits), *options), log)
@@ -61,6 +62,7 @@ def read_accuracy(log: Path, data: Path, split: str) -> dict[str, float]:
     printed = parse_validation(log, split)
     counts = {name: int(printed[name]) for name in ("samples", "answers")}
     known = manifest(data).get("splits", {}).get(split, counts)
+    # fairseq leaves out samples above the maximum without an error.
     for name, number in counts.items():
         if number != known[name]:
             raise RunFailed(f"{number} of {known[name]} {name} of {split} were evaluated")

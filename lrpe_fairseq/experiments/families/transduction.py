@@ -43,6 +43,7 @@ def _scripts() -> dict[str, str]:
     scripts = {}
     for scale in transduction.SCALES:
         for task in transduction.TASKS:
+            # Sequences have no order of traversal.
             for order in [""] if task in transduction.SEQUENCES else transduction.ORDERS:
                 name = f"{transduction.Recipe(task, scale, order).name}-{scale}"
                 script = f"data-prep/algebraic/prepare.py --task {task} --scale {scale}"
@@ -78,6 +79,7 @@ class TransductionRun(EncoderDecoderRun):
             if name not in METRICS:
                 raise RunFailed(f"there is no protocol {name!r}: choose from {', '.join(METRICS)}")
             log = self.folder / f"eval-{split}-{name}.log"
+            # Greedy decoding reads one token at a time, so only the first samples are decoded.
             decode = ("--decode-samples", str(DECODED)) if name == GENERATE else ()
             run(self.validation(self.task, split, "--batch-size", size, *decode), log)
             metrics.setdefault(split, {})[name] = read_validation(log, split, name)
@@ -97,5 +99,6 @@ def read_validation(log: Path, split: str, protocol: str = TEACHER) -> dict[str,
     if missing := [name for name in names.values() if name not in values]:
         raise RunFailed(f"fairseq-validate printed no {missing[0]} for {split} ({log})")
     measured = {name: values[printed] for name, printed in names.items()}
+    # Run files contain no inf or nan.
     finite = all(math.isfinite(value) for value in measured.values())
     return measured if finite else {DIVERGED: 1}

@@ -78,6 +78,7 @@ class EncoderDecoderRun(TrainingRun, ABC):
 
     def encoding_choices(self) -> dict[str, str]:
         """Return attention and encoding of both halves, and the seed of all encodings."""
+        # Its own option only if the table names it: stock cross-attention refuses the others.
         encoded = any(override.startswith(f"{CROSS}=") for override in self.overrides)
         choices = {
             "attention_type": self.attention_type,
@@ -94,6 +95,7 @@ class EncoderDecoderRun(TrainingRun, ABC):
         """
         encoding = parse_overrides(self.overrides)[CROSS]
         decoder = self.yaml().model.get("decoder", {})
+        # fairseq refuses options that nothing reads.
         read = (name for name in decoder if name in options_read_by(encoding))
         options = {f"model.cross.{name}": str(decoder[name]) for name in read}
         return {"model.cross.encoding_seed": str(self.seed), **options}
@@ -104,6 +106,7 @@ class EncoderDecoderRun(TrainingRun, ABC):
         words = super()._overrides(cell, yaml)
         chosen = OmegaConf.merge(yaml, OmegaConf.from_dotlist(list(words)))
         config = checkpoints.dotted({"model": OmegaConf.to_container(chosen.model)})
+        # Options that a table sets for all parts would reach stock cross-attention too.
         refused = {
             key for key in unread({CROSS: "none", **config}) if key.startswith("model.cross.")
         }
@@ -140,6 +143,7 @@ class TranslationRun(EncoderDecoderRun):
 
     def measure(self, run: Shell) -> Run:
         """Return BLEU and chrF of every split of ``evaluations``, and what was averaged."""
+        # Before they are averaged: a finished run deletes them.
         updates = list(checkpoints.periodic(self.checkpoints))[-self.decoding.average :]
         averaged, decoding = self._averaged()
         splits = [split for split, _ in self.evaluations]
@@ -149,6 +153,7 @@ class TranslationRun(EncoderDecoderRun):
     def _averaged(self) -> tuple[Path, Decoding]:
         """Average the last checkpoints. A finished run has deleted them and left their average."""
         kept = self.checkpoints / checkpoints.AVERAGED
+        # Evaluations that are added later must be of the same weights.
         if kept.exists() and not checkpoints.periodic(self.checkpoints):
             return kept, self.decoding
         return self.decoding.mean(self.checkpoints)
@@ -204,6 +209,7 @@ def generate_command(checkpoint: Path, data: Path, split: str, decoding: Decodin
         *("--remove-bpe", "sentencepiece"),
         *("--max-tokens", "4000"),
         *("--num-workers", "0"),
+        # Its carriage returns would join lines of the log.
         "--no-progress-bar",
     ]
 
@@ -213,6 +219,7 @@ def score(log: Path, data: Path, split: str) -> tuple[dict[str, float], str]:
     texts, languages = (manifest(data)[key] for key in ("texts", "languages"))
     reference = text_lines(side(data / texts[split], languages[1]).read_text(encoding="utf-8"))
     translations = hypotheses(log.read_text(encoding="utf-8"))
+    # A missing sentence would shift all pairs after it, and BLEU with them.
     if sorted(translations) != list(range(len(reference))):
         raise RunFailed(
             f"{log}: only {len(translations)} of {len(reference)} sentences were translated"
@@ -235,6 +242,7 @@ def scores(translated: Sequence[str], reference: Sequence[str]) -> tuple[dict[st
 
 def hypotheses(output: str) -> dict[int, str]:
     """Return sentence number -> best translation in the output of fairseq-generate."""
+    # H-: hypothesis, with the number of the sentence; fairseq prints them by length.
     lines = (line.split("\t") for line in text_lines(output) if line.startswith("H-"))
     return {int(number.removeprefix("H-")): text for number, _, text in lines}
 

@@ -49,6 +49,7 @@ def packed(run: Run, target: Path) -> Run:
 
 def unpacked(run: Run, source: Path) -> Run:
     """Return a run with its whole configuration. Raises: ValueError without base and equal hash."""
+    # An evaluation by hand, which has its whole configuration.
     if "config_hash" not in run:
         return run
     path = _home(source, str(run.get("scale")))

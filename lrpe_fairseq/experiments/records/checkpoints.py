@@ -78,6 +78,7 @@ def seconds(state: dict[str, Any]) -> float:
 
 def speed(state: dict[str, Any]) -> float | None:
     """Return training tokens per second since the start of the checkpoint's epoch, if it counts."""
+    # fairseq stores its meters as (priority, name, class, state).
     meters = {name: values for _, name, _, values in state["extra_state"]["metrics"]["train"]}
     tokens, seconds = meters["wps"]["n"], meters["wps"]["init"]
     return round(tokens / seconds, 1) if tokens and seconds else None
@@ -119,12 +120,14 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     resumable = _resumable(folder, say)
     if not resumable:
         if last.exists():
+            # Kept for a look; fairseq would try to load it.
             last.replace(last.with_name(f"{LAST}.refused"))
             say(f"no checkpoint can be loaded; {LAST}.refused is the last; training starts over")
         return 0
     path = max(resumable, key=resumable.get)  # the first of several
     seen = resumable[path]
     if path != last:
+        # Copied, not renamed: the periodic checkpoint may still be averaged or shared.
         with open(path, "rb") as content, atomic_write(last, "wb") as file:
             shutil.copyfileobj(content, file, 1 << 20)
         say(f"resuming from {path.name}, update {seen}")
@@ -140,11 +143,13 @@ def average(paths: Sequence[Path], target: Path) -> None:
     models = [state["model"] for state in states]
     mean = {name: _mean(name, [model[name] for model in models]) for name in models[-1]}
     with atomic_write(target, "wb") as file:
+        # Without the optimizer's state it cannot be resumed by mistake.
         torch.save({**states[-1], "model": mean, "last_optimizer_state": None}, file)
 
 
 def periodic(folder: Path) -> dict[int, Path]:
     """Return the periodic checkpoints of a folder by their updates, ascending."""
+    # fairseq's own names sort by epoch as text: 10 comes before 9.
     named = [(PERIODIC.fullmatch(path.name), path) for path in folder.glob("checkpoint_*_*.pt")]
     return dict(sorted((int(name[1]), path) for name, path in named if name))
 
@@ -189,9 +194,11 @@ def same_dictionary(
         return False
     weight = state["model"].get(embedding)
     size = len(dictionaries.words(dictionary)) + SPECIALS + added
+    # Cheap and certain: another size is another dictionary.
     if weight is not None and size != len(weight):
         return False
     name = name or dictionary.name
+    # What the checkpoint records itself comes last: it moves with the weights.
     recorded = {**read_json(checkpoint.with_name(DICTIONARIES)), **dictionaries.recorded(state)}
     trained = recorded.get(name) or recorded.get(dictionaries.EMBEDDINGS.get(embedding, ""))
     trained = trained or _in_training_data(checkpoint, state, dictionary, name)
@@ -247,7 +254,12 @@ def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
 
 
 def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of tensors; integer ones must be equal.
+
+    Raises: ValueError if they are not.
+    """
     if tensors[0].is_floating_point():
+        # In float64: a sum of half-precision weights would lose digits.
         return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
     if not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
         raise ValueError(f"the checkpoints differ in {name}, whose values cannot be averaged")

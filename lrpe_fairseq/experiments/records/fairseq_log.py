@@ -57,6 +57,7 @@ class TrainingLog:
         if not self.inner:
             raise ValueError("the training log has no train_inner line")
         last = max(self.inner)
+        # Not the first tenth: it has compilation, caches and the first touch of memory.
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
         return round(statistics.median(speed for speed in speeds if speed > 0), 1)
 
@@ -66,6 +67,7 @@ class TrainingLog:
             if n <= update:
                 tokens = tokens + (n - before) * float(values["wpb"])
                 before = n
+        # Updates after the last logged one have the usual batch.
         first = next(iter(self.inner.values()), {"wpb": 0})
         return round(tokens + (update - before) * float(first["wpb"]))
 
@@ -131,6 +133,7 @@ def parse_evaluation(log: Path) -> dict[str, float]:
             "fairseq-eval-lm evaluated 0 tokens, so its perplexity means nothing: pass "
             "--tokens-per-sample no greater than the one of training"
         )
+    # fairseq counts tokens with infinite scores and leaves their loss out of the mean.
     return {**scored(math.inf if INFINITE in output else float(loss[-1])), "tokens": count}
 
 
@@ -170,6 +173,8 @@ def _tail(path: Path) -> str:
     """Return the end of a log; empty without a log."""
     try:
         with open(path, "rb") as log:
+            # A log of a long training has hundreds of megabytes, and progress is read every
+            # second.
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
             return log.read().decode("utf-8", errors="replace")
     except OSError:

@@ -37,6 +37,7 @@ def relative(path: Path) -> str:
 def shards_of(data: Path) -> list[Path]:
     """Return the folders of ``data`` that fairseq reads, shards in numeric order."""
     matches = {p: SHARD.fullmatch(p.name) for p in (data / "bin").glob("shard*")}
+    # As numbers: shard10 comes after shard9, as fairseq reads them.
     numbered = {path: int(match[1]) for path, match in matches.items() if match}
     return sorted(numbered, key=numbered.__getitem__) or [data / "bin"]
 
@@ -55,14 +56,17 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     is unchanged. Raises: OSError if the folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # With the process id: two writers must not share a temporary file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
         with open(temporary, mode, **text) as file:
             yield file
             file.flush()
+            # Otherwise a crash of the machine may leave the new name with an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        # The rename itself is an entry of the folder.
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
@@ -74,6 +78,7 @@ def require_writable(folder: Path, option: str, file: Path | None = None) -> Non
         raise UserError(f"{file} is a folder: choose another {option}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Permission bits do not say it all: a full or read-only disk fails here.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -126,6 +131,7 @@ def _composed(path: Path, changed: int) -> Any:
     names = [name for name in config.pop("defaults", ()) if name != "_self_"]
     bases = [path.with_name(f"{name}.yaml") for name in names]
     merged = OmegaConf.merge(*(_composed(base, base.stat().st_mtime_ns) for base in bases), config)
+    # It is cached: a change by one caller would reach all others.
     OmegaConf.set_readonly(merged, True)
     return merged
 
@@ -161,6 +167,7 @@ def commit(root: Path = ROOT) -> str:
     if stated := os.environ.get(STATED):
         return stated
     top = _git(root, "rev-parse", "--show-toplevel")
+    # An installed package may lie in the repository of another project.
     if not top or Path(top).resolve() != root.resolve():
         return "unknown"
     head = _git(root, "rev-parse", "HEAD")
@@ -169,6 +176,7 @@ def commit(root: Path = ROOT) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
+    # In a git hook these name another repository.
     environment = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
     command = ["git", "-C", str(root), *arguments]
     try:

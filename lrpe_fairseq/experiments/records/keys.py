@@ -77,6 +77,7 @@ def key(table: Table, run: Run) -> Key:
 def key_at(table: Table, row: Row, column: Column) -> Key:
     """Return the key of the cell at ``row`` and ``column``."""
     fixed = table.fixed
+    # An encoder-decoder table varies one half; the other is the same in all cells.
     sides = [
         {**dict.fromkeys(HALVES, name), **({fixed["side"]: fixed[what]} if fixed else {})}
         for name, what in ((row.attention_in(column), "attention"), (row.encoding, "encoding"))
@@ -88,6 +89,7 @@ def key_at(table: Table, row: Row, column: Column) -> Key:
 
 def filled(table: Table, run: Run) -> list[tuple[str, str]]:
     """Return (label of the row, key of the column) of every cell of ``table`` that a run fills."""
+    # Runs by hand have the same configuration and belong to no table.
     if run["experiment"] not in table.experiments or run["scale"] not in table.scales:
         return []
     run_key = key(table, run)
@@ -95,6 +97,7 @@ def filled(table: Table, run: Run) -> list[tuple[str, str]]:
     return [
         (row.label, column.key)
         for row, column in _places(table).get(run_key, ())
+        # A table with rates shows these only; one without shows any.
         if rate in (table.rates_at(run["scale"], column.rates) or [rate])
     ]
 
@@ -120,6 +123,7 @@ def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     count.
     """
     if name in LIMITS:
+        # Two GPUs with half the batch are the same training.
         whole = [int(size) for size in sizes(config, name)]
         return whole[0] if len(whole) == 1 else whole or None
     by_part = {part: config.get(name.replace("*", part), ABSENT) for part in PARTS}
@@ -127,6 +131,7 @@ def option(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     if not by_part:
         return default
     if "*" in name:
+        # An option that a part does not read may have any value there.
         skipped = unread(config)
         read = {p: v for p, v in by_part.items() if name.replace("*", p) not in skipped}
         by_part = read or by_part
@@ -142,10 +147,12 @@ def unread(config: Mapping[str, Any]) -> set[str]:
     """
     unused = set()
     for section in ("model.", *(f"model.{part}." for part in PARTS)):
+        # Empty for a part that the model does not have.
         names = str(config.get(f"{section}position_encoding") or "")
         section_options = {
             name.removeprefix(section) for name in config if name.startswith(section)
         }
+        # Stock cross-attention reads none of our options.
         if section == CROSS and all(str(config.get(CROSS + n, v)) == v for n, v in STOCK.items()):
             unused |= {section + name for name in section_options if names and name not in STOCK}
         elif names:
@@ -246,6 +253,7 @@ def cells(table: Table) -> list[Cell]:
 def _cell(table: Table, row: Row, column: Column) -> Cell:
     chosen = {**table.options, **row.overrides, **column.overrides}
     options = tuple(sorted(chosen.items(), key=lambda option: short(option[0])))
+    # The usual values stay out of file names, which would be too long.
     changed = tuple((k, v) for k, v in options if v != table.options[k])
     named = [column.dataset] if column.config else []
     named += [f"{short(k)}={v}" for k, v in changed if k not in row.overrides]

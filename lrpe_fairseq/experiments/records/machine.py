@@ -26,12 +26,14 @@ def environment(logs: Iterable[Path] = ()) -> dict[str, Any]:
         for operation, kernels in by_operation.items():
             served[operation] = sorted({*served.get(operation, ()), *kernels})
 
+    # Those whose versions change results.
     packages = {"torch": "torch", "numpy": "numpy", "fairseq": "fairseq-fixed"}
     versions = {name: _version(distribution) for name, distribution in packages.items()}
     gpus = [cuda.get_device_name(index) for index in range(cuda.device_count())]
     return {
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
+        # The cores of this process, not of the machine: a container may have fewer.
         "hardware": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
         "kernels": {**loader.kernels_in_use(), "served": served},
     }

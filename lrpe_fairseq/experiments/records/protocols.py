@@ -85,6 +85,7 @@ class Protocol:
             raise ValueError(f"there is no protocol {name!r}; the protocols are {FORMS}")
         length = int(numbers[0]) if numbers else 0
         step = int(numbers[1]) if len(numbers) > 1 else TAIL_STEP if kind == TAIL else 0
+        # Tokens beyond the window would never be scored.
         if step > length:
             raise ValueError(f"protocol {name!r} scores {step} tokens of windows of {length}")
         return cls(kind, length, step)
@@ -139,6 +140,7 @@ class Protocol:
                     yield Window(first, min(first + self.length, end), first)
             return
         length = self.length or trained
+        # A window moves on by what it scores, so every token is scored once.
         context = length - self.step if self.kind == TAIL else self.context_window(trained)
         for first in range(0, tokens, length - context):
             yield Window(max(0, first - context), min(first + length - context, tokens), first)
@@ -191,6 +193,10 @@ class Protocol:
         }[self.kind]
 
     def _paired_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        """Yield the windows of ``paired`` and ``truncated``.
+
+        Raises: ValueError if the length or the text does not fit.
+        """
         block = LONGEST * trained
         if not trained <= self.length <= block:
             raise ValueError(
@@ -202,15 +208,21 @@ class Protocol:
                 f"a paired protocol needs a block of {block} tokens, but the text has {tokens}"
             )
         for end in range(block, tokens + 1, block):
+            # The ends of blocks are the same tokens for every length.
             yield Window(end - self.length, end, end - trained)
 
     def _repeated_windows(self, tokens: int, trained: int) -> Iterator[Window]:
+        """Yield the windows of ``repeated``.
+
+        Raises: ValueError if the distance or the text does not fit.
+        """
         block = LONGEST * trained
         if not SPAN <= self.length <= block:
             raise ValueError(
                 f"a repeated span needs a distance from {SPAN}, its length, to {block}, {LONGEST} "
                 f"times the length of training, not {self.length}"
             )
+        # The first block has no block before it that the span could be copied from.
         if tokens < 2 * block:
             raise ValueError(
                 f"repeated spans need two blocks of {block} tokens, but the text has {tokens}"
@@ -238,6 +250,7 @@ def holds_to(measured: Mapping[str, Metrics], length: int) -> int | None:
     if length not in lengths:
         return None
     trained, *longer = lengths
+    # A length that diverged has no delta: the model does not hold there.
     rise = {n: measured[f"{PAIRED}-{n}"].get("delta", math.inf) for n in longer}
     return [trained, *itertools.takewhile(lambda n: rise[n] <= BREAK, longer)][-1]
 

@@ -20,6 +20,7 @@ def usage(folder: Path) -> dict[str, Any]:
 def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
     """Store the commit and the data checksums of a part that starts."""
     known = usage(folder) if resumed else {}
+    # In order and once each: most trainings resume with the commit that began them.
     commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
     write_json(folder / USAGE, {**known, "commits": commits, "data": data})
 
@@ -31,4 +32,5 @@ def provenance(folder: Path) -> dict[str, Any]:
     """
     commits = usage(folder).get("commits", [])
     first = {"commit": commits[0]} if commits else {}
+    # One commit needs no list, and old run files have none.
     return first | ({"commits": commits} if len(commits) > 1 else {})

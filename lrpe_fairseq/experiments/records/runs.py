@@ -76,6 +76,7 @@ def validate(run: Run) -> None:
         _check_type(name, run[name], types)
     for name in OPTIONAL.keys() & run.keys():
         _check_type(name, run[name], OPTIONAL[name])
+    # JSON knows neither nan nor inf, and other readers fail at them.
     for path, value in _leaves(run):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"the run's value {'.'.join(path)} is {value}, not a finite number")
@@ -115,6 +116,7 @@ def read_runs(root: Path | str) -> dict[str, Run]:
     """
     runs = {}
     for path in sorted(Path(root).rglob("*.json")):
+        # Files of a writer that was killed begin with a dot.
         if path.name.startswith((".", bases.PREFIX)):
             continue
         name = path.relative_to(root).as_posix()
@@ -130,13 +132,17 @@ def _is(value: Any, *types: type) -> bool:
 
 
 def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
+    """Check the type of a field. Raises: ValueError."""
     if not _is(value, *types):
         wanted = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"the run's field '{name}' must be {wanted}, not {type(value).__name__}")
 
 
 def _check_metrics(metrics: Run, protocols: Run) -> None:
-    """Check names and numbers, that ppl = 2^loss, and that protocols count equal tokens."""
+    """Check names and numbers, that ppl = 2^loss, and that protocols count equal tokens.
+
+    Raises: ValueError.
+    """
     measured = list(_leaves(metrics))
     if not measured:
         raise ValueError("the run's field 'metrics' holds no number")
@@ -154,12 +160,17 @@ def _check_metrics(metrics: Run, protocols: Run) -> None:
 
 
 def _check_perplexity(where: str, loss: float | None, ppl: float | None) -> None:
+    """Check that a perplexity is 2 to its loss, up to rounding. Raises: ValueError."""
+    # Both come from one output: if they disagree, one was read wrongly.
     if None not in (loss, ppl) and not (loss < 1024 and math.isclose(2**loss, ppl, **ROUNDING)):
         raise ValueError(f"the run's metric {where} is {ppl}, not 2 to its loss of {loss}")
 
 
 def _check_tokens(split: str, protocols: Run) -> None:
-    """Check that protocols count equal tokens: the whole split, the paired, or the repeated."""
+    """Check that protocols count equal tokens: the whole split, the paired, or the repeated.
+
+    Raises: ValueError.
+    """
     counts = {name: numbers["tokens"] for name, numbers in protocols.items() if "tokens" in numbers}
     kinds: dict[str, set[int]] = {}
     for name, count in counts.items():
@@ -221,10 +232,12 @@ def with_evaluations(known: Run, measured: Run, data: dict[str, str]) -> Run:
             if protocol not in metrics.setdefault(split, {}):
                 metrics[split][protocol] = values
                 added[f"{split}.{protocol}"] = commit()
+    # An old run file without checksums gets none for its new part: they would speak for all of it.
     checksums = {"data": {**data, **known["data"]}} if "data" in known else {}
     return {
         **known,
         "metrics": metrics,
+        # A sentence that describes known numbers stays.
         "protocol": {**measured["protocol"], **known["protocol"]},
         "evaluated_later": added,
         **checksums,

@@ -146,6 +146,7 @@ class Table:
         """Return the table with the columns and rows of one scale."""
         columns = [column for column in self.columns if scale in (column.scales or [scale])]
         rows = [row for row in self.rows if row.label in self.rows_of.get(scale, [row.label])]
+        # A scale may lack the split of a headline column.
         headline = [key for key in self.headlines() if key in {c.key for c in columns}]
         parts = {"columns": columns, "rows": rows, "headline": headline}
         return dataclasses.replace(self, **parts)
@@ -156,6 +157,7 @@ class Table:
 
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""
+        # Reversed, so that the first column of each type stays.
         first = {column.attention: column.key for column in reversed(self.columns)}
         return self.headline or [first[kind] for kind in (*ATTENTION, ANY) if kind in first]
 
@@ -231,6 +233,7 @@ def _filled(content: Any, texts: dict[str, Any]) -> Any:
 def _by_attention(columns: list[Column]) -> list[Column]:
     """Put the columns of one attention type together; the type that comes first stays first."""
     kinds = list(dict.fromkeys(column.attention for column in columns))
+    # sorted is stable: columns of one type keep their order.
     return sorted(columns, key=lambda column: kinds.index(column.attention))
 
 
@@ -251,6 +254,10 @@ def file_name(name: str) -> str:
 
 
 def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
+    """Return the row or column of this name.
+
+    Raises: ValueError, which lists the names, if there is none.
+    """
     for item in items:
         if getattr(item, attribute) == name:
             return item
@@ -282,10 +289,12 @@ def _faults(table: Table) -> Iterator[str]:
 def _faults_of_names(table: Table) -> Iterator[str]:
     """Yield names that occur twice, as files or as keys, and options without a usual value."""
     files = [file_name(row.label) for row in table.rows]
+    # Labels that differ in punctuation only would share a file name.
     for names in (files, [column.key for column in table.columns]):
         for twice in sorted({name for name in names if names.count(name) > 1}):
             yield f"two rows or columns have the name {twice}: rename one of them"
     for part in [*table.rows, *table.columns]:
+        # Without a usual value the runs of other rows could not be told apart.
         if unknown := sorted(part.overrides.keys() - table.options.keys()):
             yield f"the override {', '.join(unknown)} has no usual value in options"
 
@@ -294,6 +303,7 @@ def _faults_of_attention(table: Table) -> Iterator[str]:
     """Yield attention types that do not exist, and rows with two where a column takes any."""
     of_rows = itertools.chain(*(row.attention for row in table.rows))
     of_columns = {column.attention for column in table.columns}
+    # Patterns name several types: linear,linear,softmax.
     for value in [*itertools.chain(*map(patterns.values, of_rows)), *(of_columns - {ANY})]:
         if value not in ATTENTION:
             yield f"attention must be {' or '.join(ATTENTION)}, not {value!r}"
@@ -322,5 +332,6 @@ def _faults_of_configs(table: Table) -> Iterator[str]:
 
 
 def _order(table: Table) -> tuple[bool, int, str]:
+    # table10 would come before table2 as text.
     number = re.fullmatch(r"table(\d+)", table.name)
     return (number is None, int(number[1]) if number else 0, table.name)

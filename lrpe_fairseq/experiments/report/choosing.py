@@ -45,6 +45,7 @@ GROUPS = {
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the two pages."""
     results = results_of(root)
+    # A checkout with own runs only has no answers to print.
     answers = {PAGE: choosing(results)} if _is_measured(results) else {}
     return {**answers, INDEX: index(results)}
 
@@ -185,6 +186,7 @@ def _first(results: Results, table: Table) -> str:
     if table.compare == "columns":
         return "–"
     sheet = results.sheets_of(table.name)[0]
+    # The first headline of each attention type; further ones are on the page.
     first: dict[str, ColumnView] = {}
     for view in results.headlines(sheet):
         first.setdefault(view.column.attention, view)
@@ -197,6 +199,7 @@ def _first(results: Results, table: Table) -> str:
 def _best(view: ColumnView) -> str:
     if not view.ranked():
         return "not finite"
+    # One seed has no order: its lowest number is shown with a question mark.
     if view.is_open or view.kind == "plain":
         return f"{view.named(view.ranked()[0])} ?"
     best, *others = view.unbeaten
@@ -204,6 +207,7 @@ def _best(view: ColumnView) -> str:
 
 
 def _not_run(results: Results) -> str:
+    # Scales that no table has run are listed once, the others by table.
     missing: dict[str, list[str]] = {}
     run = set()
     for table in results.tables.values():
@@ -225,6 +229,7 @@ def draw_lengths(path: Path, results: Results, table: str) -> None:
     panels = []
     lengths = LENGTHS[table]
     for attention, rows in CURVES.items():
+        # paired: every context predicts the same tokens, so a curve shows the context alone.
         views = [(n, results.column(table, f"{attention}-paired-{n}")) for n in lengths]
         names = views[0][1].names
         curves = {names[row]: curve for row in rows if (curve := _curve(views, row))}

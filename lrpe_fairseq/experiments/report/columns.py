@@ -98,6 +98,7 @@ class ColumnView:
     def verdict(self, row: str, other: str) -> orders.Verdict:
         """Return the verdict on ``row`` against ``other``; unstable if either has a lost seed."""
         unit = orders.UNITS[self.kind].name
+        # A mean over the seeds that survived would hide that one was lost.
         if {row, other} & self.broken:
             return orders.Verdict(orders.UNSTABLE, math.nan, -math.inf, math.inf, unit)
         if row not in self.rows or other not in self.rows:
@@ -139,6 +140,7 @@ class ColumnView:
         return statistics.fmean(self._values(row))
 
     def _values(self, row: str) -> Iterable[float]:
+        """Return the values of a row over its seeds. Raises: KeyError without a value."""
         if not self.cells.get(row):
             raise KeyError(f"{self.table.name}, {self.column.key}: {row} has no value")
         return self.cells[row].values()
@@ -148,6 +150,7 @@ class ColumnView:
         values = list(self._values(row))
         spread = fixed(statistics.stdev(values), self.column.decimals) if len(values) > 1 else ""
         text = self.short(row) + (f"±{spread}" if spread else "")
+        # Only where it differs: the page says the usual number.
         return text if len(values) == self.seeds else f"{text} ({len(values)})"
 
     @property
@@ -209,6 +212,7 @@ def size(value: float, kind: str) -> str:
     """
     if kind == "loss":
         return f"{value:.3f}"
+    # From 9.95 on one decimal would print three digits.
     return f"{value:.0f}" if abs(value) >= 9.95 else f"{value + 0.0:.1f}"
 
 
@@ -223,6 +227,7 @@ def difference(verdict: orders.Verdict, kind: str) -> str:
     middle = _signed(verdict.size, kind)
     low = _signed(verdict.low, kind)
     high = _signed(verdict.high, kind)
+    # A bound of a million percent says no more than "over".
     if verdict.high >= HUGE:
         high = f"over +{HUGE:.0f}"
     return f"{middle}{' ' * bool(verdict.unit)}{verdict.unit} [{low}, {high}]"
@@ -230,5 +235,6 @@ def difference(verdict: orders.Verdict, kind: str) -> str:
 
 def _signed(value: float, kind: str) -> str:
     text = size(value, kind)
+    # "-0.0" and "+0.0" are both 0.0.
     zero = not float(text)
     return text.lstrip("-") if zero else text if value < 0 else f"+{text}"

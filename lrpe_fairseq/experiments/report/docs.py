@@ -104,6 +104,7 @@ def stale(root: Path, parts: Iterable[str]) -> list[str]:
     drawings = pictures(root, parts)
     names = [path for path, text in texts.items() if _read(root / path) != text]
     names += [f"{path} (missing)" for path in drawings if not (root / path).exists()]
+    # Only a call for all parts knows which files belong to none.
     if set(parts) < set(PARTS):
         return names
     there = [p.relative_to(root).as_posix() for g in GENERATED for p in sorted(root.glob(g))]

@@ -107,6 +107,7 @@ def lrpe_against_rope(results: Results) -> str:
     Below it stands which pairs were not trained.
     """
     head = ["scale", "attention", "seeds", "n-grams", "training length", "4 times", "16 times"]
+    # What was not trained is said too: an absent line could be taken for a tie.
     rows, missing = [], []
     for place in PLACES:
         pairs = {_attention(pair): _of_pair(results, place, pair) for pair in place.pairs}
@@ -124,6 +125,7 @@ def _of_pair(results: Results, place: Place, pair: tuple[str, str, str, str]) ->
     attention, _, ours, other = pair
     views = [column_of(results, place, attention, key) for key in place.columns]
     first = views[0]
+    # A row that lost a seed at the training length has no difference.
     if first is None or not {ours, other} <= set(first.ranked()):
         return []
     seeds = str(len(first.cells[ours].keys() & first.cells[other].keys()))
@@ -168,6 +170,7 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
         return ""
     value = known[0].yardstick["ppl"]
     best = min(view.mean(view.ranked()[0]) for view in known)
+    # The order that is best on valid, as for the lines of a table.
     order = f"{known[0].yardstick['order']:.0f}-grams (modified Kneser-Ney)"
     cache = f"{known[0].yardstick['cache-ppl']:.1f} with a cache of the context"
     both = f"the best has a perplexity of {best:.1f}, the n-grams have {value:.1f} ({cache})"
@@ -258,6 +261,7 @@ def ladder(results: Results) -> list[tuple[str, str]]:
 
 def _ladder_table(rows: Sequence[tuple[str, str, list[Rung]]]) -> str:
     """Return the table of a ladder: a column per budget, empty where a row was not trained."""
+    # By tokens first: the axis of the ladder is training, not size.
     budgets = sorted({(rung.tokens, rung.size) for _, _, rungs in rows for rung in rungs})
     titles = [f"{tokens / 1e6:.1f} M tokens, {size}" for tokens, size in budgets]
     lines = []
@@ -279,6 +283,7 @@ def _climbs(
         for name, rung in _rungs(results, view, size) if view else ():
             rungs.setdefault(name, []).append(rung)
     for name, climbed in rungs.items():
+        # Two points always lie on a line; a third one can contradict it.
         if len(climbed) >= RUNGS:
             yield attention, name, climbed
 
@@ -288,9 +293,11 @@ def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str,
     by_name = {view.names[row]: row for row in view.ranked()}
     for name, row in by_name.items():
         base = by_name.get(_rope_of(name))
+        # A row without a RoPE of its normalizer has nothing to be compared with.
         if base is None or base == row:
             continue
         verdict = view.verdict(row, base)
+        # Of the means, as the table shows them; the interval is of differences by seed.
         gap = math.log(view.mean(row) / view.mean(base))
         half = view.measurement.interval(view.identity(row), view.identity(base)).half
         run = results.runs[next(iter(view.runs[row].values()))]
@@ -326,9 +333,12 @@ def may_turn(rungs: Sequence[Rung]) -> str:
     first, last = rungs[0], rungs[-1]
     if not math.isfinite(first.half + last.half):
         return "yes (one seed)"
+    # Differences change with the logarithm of the tokens, more than with the tokens.
     decades = math.log10(last.tokens / first.tokens)
     gap = last.gap + (last.gap - first.gap) / decades
+    # The two ends are independent, and the line weighs them differently.
     half = math.hypot(last.half * (1 + 1 / decades), first.half / decades)
+    # Both ends must be certain: today's order, and that of ten times the tokens.
     sure = abs(last.gap) > last.half and abs(gap) > half and (gap > 0) == (last.gap > 0)
     return "no" if sure else "yes"
 

@@ -104,12 +104,13 @@ def encodings_table() -> str:
         linear = encoding.serves_linear
         both = not encoding.causal_only
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
+        # All types of LRPE have one entry.
         link = f"[`{name}`](#{FAMILY if _is_lrpe(name) else name})"
         row = [link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
         rows.append([*row, encoding.scales or "–"])
     for family in FAMILIES.values():
         text = f"the free form {family.rest}"
-        rows.append([f"`{family.form}`", text, YES[True], YES[not family.causal_only], "", ""])
+        rows.append([f"`{family.pattern}`", text, YES[True], YES[not family.causal_only], "", ""])
     head = ["name", "description", "linear", "bidirectional", "learned parameters"]
     head += ["`--context-scaling` scales"]
     return markdown.table(head, rows)
@@ -174,6 +175,7 @@ def _position(encoding: Encoding) -> str:
     else:
         distance = promised.relative_by
         sentence = f"{distance} only" if distance else POSITION[promised.relative]
+    # Beyond it, such as FIRE's threshold, the score knows more than the lag.
     if promised.relative_up_to is not None:
         sentence += f", up to position {promised.relative_up_to:,}"
     if encoding.reads_grid:
@@ -198,6 +200,7 @@ def contact_sheet(path: Path) -> None:
     for axes in every:
         axes.set_axis_off()
     for axes, name in zip(every, shown, strict=False):
+        # The root shows small weights too.
         axes.imshow(weights(name).sqrt(), cmap="viridis", vmin=0, vmax=1)
         axes.set_title(name, fontsize=8)
     figure.supxlabel(f"key, 1 to {TOKENS}", fontsize=8)
@@ -214,11 +217,13 @@ def weights(name: str) -> Tensor:
     torch.manual_seed(0)
     heads, width = 4, 32
     encoding = build_encoding(name, head_dim=width, num_heads=heads, causal=True).eval()
+    # Equal tokens: what differs between keys is the position alone.
     x = torch.randn(CONTENTS, 1, heads * width).expand(-1, TOKENS, -1)
     q = k = 1.5 * x.unflatten(-1, (heads, width)).transpose(1, 2)
     tokens = tokens_of(x)
     gates = encoding.log_gates(x)
     if gates is not None:
+        # In float64, as attention sums them.
         tokens = tokens._replace(sums=gates.double().cumsum(-1))
     transport, _ = encoding.transport(
         x, tokens.positions, tokens.padding, tokens.starts, history={}
@@ -252,6 +257,7 @@ def departures_measured(root: Path) -> str:
 def versions_table(root: Path) -> str:
     """Return a row per tested pair of Python and torch, then why tests were skipped."""
     numbers = {path: re.findall(r"\d+", path.stem) for path in (root / VERSIONS).glob("*.json")}
+    # By version numbers: 3.9 comes before 3.12.
     files = sorted(numbers, key=lambda path: list(map(int, numbers[path])))
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     return markdown.rendered("versions.md.j2", results=results).rstrip()

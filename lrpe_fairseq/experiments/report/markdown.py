@@ -26,6 +26,7 @@ def rendered(template: str, **values: Any) -> str:
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], numbers: bool = False) -> str:
     """Return a Markdown table; ``|`` is escaped. numbers: right-align all columns but the first."""
     right = ["---:"] * (len(head) - 1) if numbers else ["---"] * (len(head) - 1)
+    # A bar within a cell would begin another cell.
     escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in (head, *rows)]
     lines = [escaped[0], ["---", *right], *escaped[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -36,6 +37,7 @@ def between(text: str, name: str, content: str) -> str:
     pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"the markers <!-- {name} --> ... <!-- /{name} --> are missing")
+    # A function, because a backslash in the content is no escape.
     return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
@@ -45,7 +47,9 @@ def fixed(value: float, decimals: int) -> str:
     >>> fixed(41100.48, 2), fixed(-0.001, 2)
     ('41100', '0.00')
     """
+    # Decimals of a model that fails say nothing.
     decimals = 0 if abs(value) >= 1000 else decimals
+    # Adding 0.0 turns -0.0 into 0.0.
     return f"{round(value, decimals) + 0.0:.{decimals}f}"
 
 

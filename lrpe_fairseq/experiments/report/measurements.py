@@ -51,8 +51,11 @@ class Key(NamedTuple):
 def key_of(root: Path, table: Table, scale: str, dataset: str, column: Column) -> Key:
     """Return the key of a column."""
     path = column.config or table.scales[scale]
+    # Not the row's overrides: rows of one measurement differ in them.
     chosen = {**table.options, **column.overrides}
+    # Tables name only the options that they vary; the YAML has the rest.
     training = (str(chosen.get(name, _stated(root / path, name))) for name in TRAINING)
+    # A mean is named by all that it averages.
     parts = [table.column(name) for name in column.mean_of] or [column]
     return Key(
         scale=scale,
@@ -72,6 +75,7 @@ def key_of(root: Path, table: Table, scale: str, dataset: str, column: Column) -
 @functools.lru_cache(maxsize=4096)
 def _stated(path: Path, name: str) -> Any:
     """Return what a configuration says of an option, over its bases; None if it says nothing."""
+    # A configuration that was deleted since: its runs remain.
     if not path.exists():
         return None
     return OmegaConf.select(_composed(path), name)
@@ -116,6 +120,11 @@ def _measurement(
     prior: orders.Prior | None,
     primary: Iterable[tuple[str, str]],
 ) -> orders.Measurement:
+    """Return the measurement of columns that show the same.
+
+    Raises: ValueError if they do not agree.
+    """
+    # A verdict needs one scale and one direction.
     kinds = {(view.kind, view.column.better) for view in views}
     if len(kinds) > 1:
         raise ValueError(f"columns of the measurement {key.text()} differ: {sorted(kinds)}")
@@ -124,8 +133,10 @@ def _measurement(
     for view in views:
         for label, values in view.scaled.items():
             row = view.identity(label)
+            # The same runs on two pages must show the same numbers.
             if cells.setdefault(row, dict(values)) != values:
                 raise ValueError(f"{row} has two values in the measurement {key.text()}")
+    # Columns of a measurement have the same tests; one without runs has 0.
     examples = max(view.examples for view in views)
     return orders.Measurement(
         cells,
@@ -174,6 +185,7 @@ def _contrasts(
         for view in views:
             place = view.table.name, view.scale, view.column.key
             for one in wanted.get(place, ()):
+                # Contrasts are written down before their runs.
                 if {one.a, one.b} <= set(view.rows):
                     pair = view.identity(one.a), view.identity(one.b)
                     pairs.setdefault(key, []).append(pair)

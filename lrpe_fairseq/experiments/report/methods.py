@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lrpe_fairseq import patterns
-from lrpe_fairseq.encodings import ENCODINGS, WRAPPERS, canonical_name
+from lrpe_fairseq.encodings import ENCODINGS, canonical_name, unwrapped
 from lrpe_fairseq.experiments.records.tables import ANY, Table, short
 
 UNNAMED = {
@@ -27,21 +27,6 @@ def public_name(encoding: str) -> str:
     return ":".join([*wrappers, public])
 
 
-def unwrapped(encoding: str) -> tuple[list[str], str]:
-    """Return the wrappers of an encoding, the outer one first, and what they wrap.
-
-    >>> unwrapped("gated:path:lrpe-type2"), unwrapped("lrpe:identity:rotation")
-    ((['gated', 'path'], 'lrpe-type2'), ([], 'lrpe:identity:rotation'))
-    """
-    wrappers = []
-    prefix, _, rest = encoding.partition(":")
-    while rest and prefix in WRAPPERS:
-        wrappers.append(prefix)
-        encoding = rest
-        prefix, _, rest = encoding.partition(":")
-    return wrappers, encoding
-
-
 def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     """Return the name of a row: its encoding on the command line, and the options it sets.
 
@@ -59,6 +44,7 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
         parts += [normalizer] if normalizer != "rotated" else []
     cross = "model.cross.position_encoding"
     parts += ["with cross-attention"] if options.get(cross) != usual.get(cross) else []
+    # What all rows have is said once, above the table.
     changed = {k: v for k, v in options.items() if k not in UNNAMED and v != usual.get(k)}
     parts += [short(k) if v is True else f"{short(k)} {v}" for k, v in changed.items()]
     return ", ".join(parts)

@@ -98,6 +98,7 @@ def effect(kind: str, middle: float, gap: float) -> float:
         return 100 * math.expm1(min(gap, 50.0))
     if kind != "fraction":
         return gap
+    # The arcsine scale ends at pi: no difference of fractions is larger.
     size = min(abs(gap), math.pi)
     low = min(max(middle - size / 2, 0.0), math.pi - size)  # both within 0 to 100 %
     points = math.sin((low + size) / 2) ** 2 - math.sin(low / 2) ** 2
@@ -208,6 +209,7 @@ class Measurement:
 
     def _levels(self, best: float) -> dict[str, float]:
         """Return by how much each row exceeds the best; failing perplexities scatter more."""
+        # Accuracies that fail do not scatter more; they are bounded.
         sloped = self.kind == "perplexity"
         return {row: max(mean - best, 0.0) * sloped for row, mean in self._means.items()}
 
@@ -232,14 +234,17 @@ class Measurement:
         first, second = self.cells.get(a, {}), self.cells.get(b, {})
         seeds = sorted(first.keys() & second.keys())
         strength = self.prior.strength
+        # One seed needs a prior to have an interval.
         if not seeds or strength + len(seeds) < 2:
             return NOTHING
         gaps = np.array([first[seed] - second[seed] for seed in seeds])
         count = len(gaps)
         freedom = strength + len(gaps) - 1
+        # Two seeds may agree by chance, or because digits were rounded.
         squares = max(float(((gaps - gaps.mean()) ** 2).sum()), LEAST**2 * (count - 1))
         variance = (strength * self._expected(a, b) + squares) / freedom
         total = variance / count + self.sampling
+        # Satterthwaite: the variance of the tests is known and adds freedom.
         freedom *= min((total * count / variance) ** 2, MOST)
         half = _limit(self.error(a, b), freedom) * math.sqrt(total)
         return Interval(float(gaps.mean()), half, math.sqrt(variance))
@@ -254,6 +259,7 @@ class Measurement:
 
     def verdict(self, a: str, b: str) -> Verdict:
         """Return the verdict on row ``a`` against row ``b``."""
+        # Pages ask for a pair many times, and a t quantile is slow.
         if (a, b) not in self._known:
             self._known[a, b] = self._verdict(a, b)
         return self._known[a, b]
@@ -264,7 +270,9 @@ class Measurement:
         if math.isnan(gap):
             return Verdict(UNRESOLVED, gap, -math.inf, math.inf, unit.name)
         middle = (self._means[a] + self._means[b]) / 2
+        # Both ends in the reader's units: intervals of percent and points are not symmetric.
         size, low, high = (effect(self.kind, middle, gap + s * half) for s in (0, -1, 1))
+        # Equality is tested first: a difference may be certain and still not matter.
         if max(-low, high) <= unit.margin:
             name = EQUAL
         elif abs(gap) > half:
@@ -292,22 +300,26 @@ def fitted_prior(cells: Cells, level: Mapping[str, float], best: float, kind: st
     """
     none = Prior(0.0, 0.0, 0.0, best)
     rows = [row for row in cells if len(cells[row]) > 1]
+    # Two rows make one pair, from which no strength can be fitted.
     if len(rows) < 3:
         return none
     first, second, logs, freedom = _variances(cells, rows)
     if not len(logs):
         return none
     levels = np.array([level[row] for row in rows])
+    # A slope that is fitted to few rows follows one that failed.
     sloped = len(rows) >= SLOPED_FROM and kind == "perplexity"
     likelihood: dict[tuple[float, float, float], float] = {}
     for slope in SLOPES if sloped else SLOPES[:1]:
         rest = logs - log_shape(slope, levels[first], levels[second])
         for strength in STRENGTHS:
+            # Around the median, which a few failing pairs do not move.
             scales = np.median(rest) + SCALES
             # n rows have n (n - 1) / 2 pairs, but only n - 1 independent ones.
             likelihoods = _likelihoods(rest, scales, freedom, strength) * 2 / len(rows)
             tried = ((strength, slope, float(scale)) for scale in scales)
             likelihood |= dict(zip(tried, map(float, likelihoods), strict=True))
+    # Fitted at its maximum the strength is too high: simulated errors were above 5 %.
     enough = max(likelihood.values()) - WITHIN
     weakest = min(parameters[0] for parameters, value in likelihood.items() if value >= enough)
     best_fit: Callable = likelihood.__getitem__
@@ -325,6 +337,7 @@ def _variances(
     first, second = np.triu_indices(len(rows), 1)
     gaps = values[first] - values[second]
     count = (~np.isnan(gaps)).sum(1)
+    # One common seed has no variance.
     several = count > 1
     first = first[several]
     second = second[several]
@@ -332,8 +345,10 @@ def _variances(
     freedom = count[several] - 1.0
     if not len(gaps):
         return first, second, np.array([]), freedom
+    # nan where a row lacks a seed.
     rest = gaps - np.nanmean(gaps, axis=1, keepdims=True)
     variances = np.nansum(rest**2, axis=1) / freedom
+    # Equal rows would have a logarithm of minus infinity.
     return first, second, np.log(np.maximum(variances, LEAST**2)), freedom
 
 
@@ -372,10 +387,12 @@ def correlation(ours: Sequence[float], theirs: Sequence[float]) -> Correlation |
     pairs = np.array([ours, theirs])
     if len(ours) < FEWEST_RANKED or (np.ptp(pairs, axis=1) == 0).any():
         return None
+    # A fixed generator: pages must not change from call to call.
     draw = np.random.default_rng(0)
     drawn = []
     while len(drawn) < DRAWS:
         sample = pairs[:, draw.integers(0, len(ours), len(ours))]
+        # A draw of one row many times has no ranks.
         if (np.ptp(sample, axis=1) > 0).all():
             drawn.append(spearman(*sample))
     low, high = np.quantile(drawn, [0.025, 0.975])

@@ -41,7 +41,10 @@ def pages(root: Path) -> dict[str, str]:
     texts = {}
     by_page: dict[str, list[Table]] = {}
     for table in (t for t in results.tables.values() if results.sheets_of(t.name)):
+        # Before anything is shown: a row with another rate than its selection found is no fair
+        # row.
         selection.require(results, table)
+        # Small tables of settings share a page.
         by_page.setdefault(table.page or table.name, []).append(table)
         texts[f"{FOLDER}/{table.name}.csv"] = csv_of(results, table)
     for name, tables in by_page.items():
@@ -67,6 +70,7 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     return {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
+        # A picture of two rows says less than the table.
         if has_picture(views)
     }
 
@@ -117,9 +121,11 @@ def _rows(table: Table, view: ColumnView) -> str:
         return f"{_place(view)}: no evaluation was finite."
     if view.kind == "plain":
         return ""
+    # With one seed there is a span, and no order.
     if view.is_open:
         span = f"{view.named(ranked[0])} to {view.named(ranked[-1])}"
         return f"{_place(view)}, {_seeds(view)}: no verdicts ({span}).{rank_correlation(view)}"
+    # Not "the best": seeds do not tell these apart.
     names = _some([view.named(row) for row in view.unbeaten])
     text = f"{_place(view)}, {_seeds(view)}: no row is better than {names}."
     return text + _against_baseline(view, table.baseline) + rank_correlation(view)
@@ -138,7 +144,9 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     if base not in view.ranked() or len(view.ranked()) < 2:
         return ""
     verdicts = view.against(base)
+    # In the order of VERDICTS.
     counts = [f"{len(rows)} {name}" for name, rows in verdicts.items() if rows]
+    # What would have shown matters as much as what has: it says how much the page knows.
     unresolved = (view.verdict(row, base) for row in verdicts[orders.UNRESOLVED])
     visible = [
         verdict.visible
@@ -184,10 +192,12 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
     than n-grams and fail in this one; nothing is said about why.
     """
     known = [view for view in views if view.yardstick and view.ranked()]
+    # Failing beyond training is no sign that n-grams are all that was learned.
     learned = {_models(view) for view in known if view.beats_ngrams}
     groups: dict[tuple[float, bool], list[ColumnView]] = {}
     for view in known:
         if not view.beats_ngrams:
+            # Columns of equal n-grams share a sentence.
             key = view.yardstick["ppl"], _models(view) in learned
             groups.setdefault(key, []).append(view)
     lines = []
@@ -286,6 +296,7 @@ def _ours(table: Table, view: ColumnView, row: str) -> str:
         return "not finite"
     if row not in view.rows:
         return ""
+    # Where columns are compared, rows have no verdict.
     base = table.baseline if table.compare == "rows" else ""
     sign = view.sign(row, base) if base in view.rows else ""
     return f"{view.text(row)} {sign}".strip()
@@ -318,6 +329,7 @@ def _verdicts(results: Results, table: Table, cells: pd.DataFrame) -> pd.DataFra
             == (table.name, cell.scale, cell.dataset)
         )
         base = table.baseline
+        # The CSV has a line per cell, also without a verdict.
         if cell.row == base or base not in view.rows or view.kind == "plain":
             lines.append(("", None, None, None))
             continue
@@ -354,6 +366,7 @@ def _against_paper(views: Iterable[ColumnView]) -> list[ColumnView]:
 
 def _draw(path: Path, views: list[ColumnView]) -> None:
     """Draw our numbers over the published ones, or else all rows of every column."""
+    # Where a paper has numbers, the question is whether ours follow them.
     if paper := _against_paper(views):
         plots.points(path, [_panel_against_paper(view) for view in paper])
     else:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.encodings import unwrapped
 from lrpe_fairseq.experiments.report.columns import ColumnView
-from lrpe_fairseq.experiments.report.methods import public_name, unwrapped
+from lrpe_fairseq.experiments.report.methods import public_name
 
 LOOKS = {
     "o": "none rope lrpe-type2 permuteformer alibi fox stick-breaking t5 kerple-log lrpe-type4",
@@ -88,6 +89,7 @@ def blank(width: float, height: float) -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write ``figure`` as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the library's version, so that equal pictures have equal bytes.
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -150,6 +152,7 @@ def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, li
     rows = math.ceil(len(panels) / columns)
     figure = blank(width * columns, height * rows)
     every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    # An odd number of panels leaves an empty one.
     for unused in every[len(panels) :]:
         unused.remove()
     for axes, panel in zip(every, panels, strict=False):
@@ -162,6 +165,7 @@ def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, li
 def dots(path: Path, panels: Sequence[Panel]) -> None:
     """Draw a row per method: mean, and a line over the seeds. rows: method -> their values."""
     labels = [[name.replace(" (", "\n(") for name in panel.rows] for panel in panels]
+    # Labels with a second line need twice the height.
     tallest = max(len("\n".join(names).splitlines()) for names in labels)
     figure, every = _axes(panels, 5.2, 1.2 + 0.2 * tallest)
     shown = _styles_of(panels)
@@ -173,6 +177,7 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
             spread = [[mean - low], [high - mean]]
             axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **shown[method])
         axes.set_yticks(range(len(points)), names, fontsize=8)
+        # The first row on top, as in the table.
         axes.set_ylim(len(points) - 0.5, -0.5)
         _mark(axes, panel.marks, "x")
         _scale(axes, [*(mean for _, mean, *_ in points), *panel.marks.values()], panel.kind, "x")
@@ -207,10 +212,12 @@ def lines(path: Path, panels: Sequence[Panel], mark: float, most: float) -> None
     handles: dict[str, Any] = {}
     for axes, panel in zip(every, panels, strict=True):
         for method, curve in panel.rows.items():
+            # One entry per method in the legend, although several panels show it.
             handles.setdefault(method, _line(axes, shown[method], curve))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         means = [mean for curve in panel.rows.values() for _, mean, *_ in curve]
+        # Curves that leave the picture do not choose its ticks.
         _logarithmic(axes, "y", [mean for mean in means if mean < most])
         axes.set_ylim(min(means) / 1.03, min(1.05 * max(means), most))
         axes.axvline(mark, color="black", linewidth=0.8)
@@ -239,6 +246,7 @@ def _line(axes: Any, shown: Mapping[str, Any], curve: Sequence[Point]) -> Any:
 
 def _scale(axes: Any, values: Sequence[float], kind: str, which: str) -> None:
     """Make an axis of perplexities logarithmic if they differ much."""
+    # One row that fails would press all others into a corner.
     if kind == "perplexity" and max(values) > LONG * min(values):
         _logarithmic(axes, which, values)
 
@@ -259,6 +267,7 @@ def _mark(axes: Any, marks: Mapping[str, float], which: str) -> None:
     """Draw a labeled line at every value of ``marks``, across the axis ``which``."""
     for name, value in marks.items():
         line = {"color": "grey", "linewidth": 0.8, "linestyle": GREY[name]["linestyle"]}
+        # Behind the points.
         line["zorder"] = 0
         (axes.axvline if which == "x" else axes.axhline)(value, **line)
         text = {"fontsize": 7, "color": "grey", "clip_on": True}
@@ -275,7 +284,9 @@ def _labels(axes: Any, rows: Mapping[str, tuple[float, float]]) -> None:
     import numpy as np
     from adjustText import adjust_text
 
+    # adjustText moves labels at random.
     np.random.seed(0)
+    # Room for labels at the edge.
     axes.margins(0.08)
     texts = [axes.text(x, y, word, fontsize=8) for word, (x, y) in rows.items()]
     arrows = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5}

@@ -22,12 +22,14 @@ RELEASE = re.compile(r"\d+(\.\d+)*")
 
 def load(root: Path) -> dict[str, Prior]:
     """Return the priors of the last release, by the text of the measurement's key."""
+    # Older releases stay: their pages can be made again.
     files = sorted((root / FOLDER).glob("*.json"), key=_order)
     listed = read_json(files[-1])["priors"] if files else {}
     return {key: Prior(*values) for key, values in listed.items()}
 
 
 def _order(path: Path) -> list[int]:
+    # As numbers: 0.10 comes after 0.9.
     return [int(number) for number in path.stem.split(".")]
 
 
@@ -47,6 +49,7 @@ def freeze(root: Path, release: str, *, replace: bool = False) -> Path:
         raise UserError(
             f"{relative(path)} exists: name another release, or pass --replace to fit it again"
         )
+    # Otherwise the fit would read the priors that it replaces.
     path.unlink(missing_ok=True)
     every = measurements.gathered(root, Results(root).views(), frozen={})
     frozen = {key.text(): list(one.prior) for key, one in every.items() if one.prior.strength}

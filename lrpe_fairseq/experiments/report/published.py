@@ -22,6 +22,7 @@ def find_cell(path: Path, selectors: Mapping[str, str]) -> dict[str, str]:
     Raises: ValueError if not exactly one cell matches.
     """
     cells = [cell for cell in read_paper(path) if selectors.items() <= cell.items()]
+    # Two matches would be a coin toss between two published numbers.
     if len(cells) != 1:
         raise ValueError(f"{path.name} has {len(cells)} cells with {selectors} instead of one")
     return cells[0]
@@ -32,6 +33,7 @@ def published(root: Path, table: Table, row: Row, columns: list[Column]) -> floa
     values = []
     for column in columns:
         method = row.method.get(column.key, "") if isinstance(row.method, dict) else row.method
+        # A mean over columns needs all of them.
         if not column.paper or not method or not row.has(column):
             return None
         selectors = {**column.paper, **row.paper, "method": method}

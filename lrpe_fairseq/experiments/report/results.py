@@ -83,6 +83,7 @@ class Results:
     def view(self, sheet: Sheet, key: str) -> ColumnView:
         """Return a column of a sheet."""
         name = (sheet.name, key)
+        # Templates ask for the same column many times.
         if name not in self._views:
             self._views[name] = self._view(sheet, sheet.table.column(key))
         return self._views[name]

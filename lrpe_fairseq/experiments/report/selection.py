@@ -28,9 +28,11 @@ def require(results: Results, table: Table) -> None:
 
 
 def _require_row(results: Results, table: Table, row: Row, attention: str) -> None:
+    """Check one row; see :func:`require`. Raises: ValueError."""
     tried = candidates(results, table, row, attention)
     of_row = chosen(table, {**table.options, **row.overrides})
     where = f"row {row.label} of table {table.name} ({attention} attention)"
+    # A rate that was not tried might be the best one.
     if not tried or None in tried.values():
         raise ValueError(
             f"{where} was trained before its selection: run scripts/run_table.sh "
@@ -68,6 +70,7 @@ def candidates(
 def _mean(view: ColumnView, row: str) -> float | None:
     """Return the mean of a row, the worst possible if a seed was lost, None without a run."""
     if row in view.broken:
+        # A rate that diverged on any seed must lose.
         return math.inf if view.column.better == "lower" else -math.inf
     return view.mean(row) if row in view.rows else None
 
@@ -81,5 +84,6 @@ def _fits(table: Table, row: Row, other: Table, rival: Row) -> bool:
     if canonical_name(row.encoding) != canonical_name(rival.encoding):
         return False
     ours, theirs = {**table.options, **row.overrides}, {**other.options, **rival.overrides}
+    # A selection may train for fewer updates.
     shared = (ours.keys() & theirs.keys()) - {*table.selects, "optimization.max_update"}
     return all(comparable(name, ours[name]) == comparable(name, theirs[name]) for name in shared)

@@ -64,6 +64,7 @@ class Sheet:
         """
         runs = self._of_cells.get((row.label, column.key), {})
         rates = set(self.table.rates_at(self.scale, column.rates))
+        # A column that shows one rate needs no others.
         if column.best_over != RATE or not rates:
             return runs
         rates_of_seed: dict[int, set[Any]] = {}
@@ -77,6 +78,7 @@ class Sheet:
             return Scores()
         if column.mean_of:
             parts = [self.scores(row, self.table.column(key)) for key in column.mean_of]
+            # A mean over some of its columns would be another measure.
             seeds = sorted(set.intersection(*map(set, parts)))
             means = {seed: statistics.fmean(part[seed] for part in parts) for seed in seeds}
             names = {seed: "+".join(part.names[seed] for part in parts) for seed in seeds}
@@ -86,6 +88,7 @@ class Sheet:
         known = {seed: value for seed, value in chosen.items() if value is not None}
         if column.metric == HOLDS and known:  # a mean of two lengths is none of them
             known = dict.fromkeys(known, min(known.values()))
+        # A seed that diverged counts as lost unless another rate of it is shown.
         lost = {
             run["seed"]
             for run in self.runs_of(row, column).values()
@@ -94,11 +97,16 @@ class Sheet:
         return Scores(known, lost - set(known), {seed: selected[seed] for seed in known})
 
     def _selected(self, row: Row, column: Column) -> dict[int, str]:
-        """Return seed -> name of the run of a cell: the only one, or the best of ``best_over``."""
+        """Return seed -> name of the run of a cell: the only one, or the best of ``best_over``.
+
+        Raises: ValueError if two runs have one seed and one choice.
+        """
         ranks: dict[int, dict[str, tuple[float, str]]] = {}  # seed -> option -> rank and name
+        # Chosen on another split than shown: valid selects, test reports.
         judge = dataclasses.replace(column, **column.best_by)
         for name, run in self.runs_of(row, column).items():
             rank = _value(run, judge)
+            # A run that lacks this evaluation fills other columns.
             if rank is None:
                 continue
             choice = str(option(run["config"], column.best_over)) if column.best_over else ""
@@ -142,8 +150,10 @@ def sheets(table: Table, runs: Mapping[str, Run]) -> list[Sheet]:
     Raises: ValueError if runs of a group differ in an option of ``table.same``, or in their data.
     """
     groups: dict[tuple[str, str], dict[str, Run]] = {}
+    # By name, so that a page does not depend on the order of the files.
     for name, run in sorted(runs.items()):
         if filled(table, run):
+            # Columns that name their data stand beside each other in one group.
             own_data = any(column.dataset for column in table.at(run["scale"]).columns)
             key = run["scale"], "" if own_data else run["dataset"]
             groups.setdefault(key, {})[name] = run
@@ -168,6 +178,7 @@ def require_same(table: Table, runs: Mapping[str, Run]) -> None:
         data = run["dataset"]
         where = data if by_data else ""
         facts = {(where, key): option(run["config"], key) for key in table.same}
+        # Numbers of different tests must not stand in one column.
         checksums = run.get("data", {}).items()
         facts |= {(data, f"the data {data} ({part})"): value for part, value in checksums}
         for fact, value in facts.items():

@@ -110,6 +110,7 @@ def clamped(root: Path) -> dict[str, float]:
 def crossover(root: Path, device: str, part: str = "lengths") -> int | None:
     """Return the smallest T from which linear attention is always faster than SDPA, or None."""
     rows = [row for row in measured(part, device, root) if row["contestant"] == "sdpa"]
+    # The last length at which SDPA is as fast: a single win below it may be noise.
     lost = max((row["length"] for row in rows if row["speed_up"] <= 1), default=0)
     return min((row["length"] for row in rows if row["length"] > lost), default=None)
 

@@ -36,6 +36,7 @@ class Yardsticks:
         Empty for a column of another metric, of other models, or without a run file. Raises:
         ValueError if the n-grams were measured on other tests than the models.
         """
+        # Other metrics and means over columns have no n-grams.
         if column.metric not in METRICS or column.mean_of:
             return {}
         runs_of_rows = (sheet.runs_of(row, column) for row in sheet.table.rows)
@@ -43,6 +44,7 @@ class Yardsticks:
         run = self._beside(some[1]) if some else None
         if run is None:
             return {}
+        # Scaled rotations change the model, not the tokens that are scored.
         protocol = column.protocol.partition("+")[0]
         measured = run["metrics"].get(column.split, {}).get(protocol, {})
         if not measured:
@@ -59,8 +61,10 @@ class Yardsticks:
     def _beside(self, model: Run) -> Run | None:
         """Return the n-grams of as many tokens as a model has read, or of the whole corpus."""
         config = model["config"]
+        # A masked model predicts from both sides; n-grams are no yardstick for it.
         if not str(config.get("model._name", "")).startswith(MODELS):
             return None
+        # Tokens that were read: updates times tokens over all processes.
         sizes = keys.sizes(config, "dataset.max_tokens")
         if not sizes:
             return None
@@ -68,6 +72,7 @@ class Yardsticks:
         place = model["dataset"], config[LENGTH]
         known = {n: run for (data, n, t), run in self._known.items() if (data, t) == place}
         whole = {run["config"]["ngrams.corpus"] for run in known.values()}
+        # A model that has read its text more than once is compared with n-grams of the whole text.
         return known.get(min([read, *whole]))
 
 
@@ -76,5 +81,6 @@ def _require_same_tests(model: tuple[str, Run], ngrams: Run, split: str) -> None
     name, run = model
     theirs = run.get("data", {}).get(split)
     ours = ngrams.get("data", {}).get(split)
+    # Old run files lack checksums.
     if theirs and ours and theirs != ours:
         raise ValueError(f"{name} was evaluated on another split {split} than its n-grams")

@@ -28,6 +28,7 @@ def common_updates(config: Mapping[str, Any], updates: int) -> int:
     if config.get("lr_scheduler._name") != SCHEDULE:
         return 0
     shorter = min(int(config["optimization.max_update"]), updates)
+    # Until the shorter one lowers its rate, both have the same updates.
     return round(shorter * (1 - float(config["lr_scheduler.decay_share"])))
 
 
@@ -37,6 +38,7 @@ def kept(settings: Any) -> int:
     settings: its configuration.
     """
     interval = int(settings.checkpoint.get("keep_interval_updates_pattern", -1))
+    # Other schedules depend on the length from the first update.
     return interval if settings.lr_scheduler._name == SCHEDULE and interval > 0 else 0
 
 
@@ -49,10 +51,12 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
     home = source.parent.parent
     target = folder / "checkpoints"
     target.mkdir(parents=True, exist_ok=True)
+    # The copy is the same training: its commits and its data are those of the trunk.
     for name in (USAGE, f"checkpoints/{checkpoints.DICTIONARIES}"):
         shutil.copyfile(home / name, folder / name)
     log = (home / "train.log").read_text(encoding="utf-8", errors="replace")
     with atomic_write(folder / "train.log") as file:
+        # Later lines are of the other branch.
         file.writelines(_until(log, updates))
     for name in (checkpoints.BEST, checkpoints.LAST):
         with open(source, "rb") as content, atomic_write(target / name, "wb") as file:
@@ -78,6 +82,7 @@ def _until(log: str, updates: int) -> list[str]:
         if entry is None:
             continue
         values = entry[1]
+        # A validation logs its updates under another name.
         if int(values.get("num_updates", values.get("valid_num_updates", 0))) > updates:
             return lines[:number]
     return lines

@@ -34,6 +34,7 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
     """Return the options, with ``out``. Raises: UserError if that cannot be written."""
     options = parser.parse_args(words)
     out = options.out or options.checkpoint.with_suffix(".json")
+    # Before the evaluation: an hour of it must not end with an error of writing.
     if options.out or out.parent.is_dir():
         require_writable(out.parent, "--out", out)
     return argparse.Namespace(**{**vars(options), "out": out})
@@ -45,6 +46,7 @@ def data_folder(folder: Path, preparation_of: Callable[[Path], list[str]]) -> Pa
     preparation_of: data folder -> the script that makes it, with its arguments.
     Raises: UserError if the folder contains no prepared data or differs from its manifest.
     """
+    # fairseq's own commands take bin, so users pass it here too.
     data = folder.parent if folder.name == "bin" else folder
     folders.require(data, preparation_of(data))
     folders.verify(data)

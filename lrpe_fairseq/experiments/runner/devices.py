@@ -39,6 +39,7 @@ class Devices:
         """Number of processes that fairseq starts: one per GPU."""
         visible = torch.cuda.device_count()
         mine = visible if self.gpus is None else min(visible, len(self.gpus))
+        # Without a GPU there is one process.
         return max(1, mine) * self.nodes
 
     @property
@@ -52,6 +53,7 @@ class Devices:
         """
         variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         for name, value in {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}.items():
+            # What the user has set stays.
             variables[name] = os.environ.get(name, value)
         return variables | self.visible
 
@@ -86,6 +88,7 @@ class Devices:
         if self.nodes == 1:
             return command
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+        # Every job of a node needs a port of its own.
         group: dict[str, Any] = {"distributed_port": port}
         if not torch.cuda.is_available():
             group = {
@@ -105,6 +108,7 @@ class Devices:
 
 def hydra_override(key: str, value: str) -> str:
     """Return ``++key=value`` in hydra's grammar, which sets a key that the YAML may lack."""
+    # Plain words need no quotes, and commands that are printed stay readable.
     if re.fullmatch(r"[\w./:+-]+|\[[\w.,+-]*\]", value):
         return f"++{key}={value}"
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
@@ -152,6 +156,7 @@ def division(settings: Any, processes: int) -> dict[str, str]:
     for each in range(fewest, frequency + 1):
         batches = each * processes
         sizes = {key: size * frequency // batches for key, size in limits.items()}
+        # The first that fits has the fewest, largest batches.
         if all(_is_equal(settings, key, size, batches) for key, size in sizes.items()):
             smaller = {f"dataset.{k}": str(n) for k, n in sizes.items() if n != limits[k]}
             return {"optimization.update_freq": f"[{each}]", **smaller}
@@ -177,6 +182,7 @@ def _samples(settings: Any, key: str, size: int) -> int:
     """Return how many samples, or blocks of a text, fairseq puts into a batch of ``size``."""
     count = size if key == "batch_size" else size // settings.task.tokens_per_sample
     multiple = settings.dataset.get("required_batch_size_multiple", FAIRSEQ_MULTIPLE)
+    # fairseq rounds a batch down to a multiple, so halves of a batch may lose samples.
     return count if count < multiple else count // multiple * multiple
 
 

@@ -87,6 +87,7 @@ def differences(settings: Any, config: Mapping[str, Any]) -> set[str]:
     """
     wanted = options(resolved(settings))
     usual = _usual(_names(settings))
+    # A training that is older than an option had its default.
     had = {**{name: usual.get(name, wanted[name]) for name in wanted}, **config}
     spread = OmegaConf.select(settings, keys.WORLD, default=1)
     names = {name for name in wanted if not _is_incidental(name)}

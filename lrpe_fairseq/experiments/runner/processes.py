@@ -55,6 +55,7 @@ class Children:
     """Runs child processes for several threads and ends them all on :meth:`stop`."""
 
     def __init__(self) -> None:
+        # Workers whose training was killed would otherwise be out of reach and hold the GPU.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._guard = threading.Lock()
         self._alive: set[int] = set()
@@ -79,6 +80,7 @@ class Children:
         lock: a file descriptor that the child keeps open.
         Raises: Stopped; RunFailed with the last line of the output.
         """
+        # Within the guard: a child that starts while stop() runs would be missed.
         with self._guard, open(log, "ab") as output:
             if self.stopping:
                 raise Stopped
@@ -117,6 +119,7 @@ class Children:
         end = time.monotonic() + grace()
         while self._alive and time.monotonic() < end:
             time.sleep(0.1)
+        # What has not ended by now would keep the lock and the GPU.
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -131,7 +134,9 @@ def written_by(run: Shell, out: Path, *words: object) -> dict[str, Any]:
 
     words: of the command, without ``--out``. Its log is beside ``out``, with the same name.
     """
+    # A file of an earlier call must not pass for the result of one that fails.
     out.unlink(missing_ok=True)
+    # Relative paths keep logs the same on every machine.
     plain = [relative(w) if isinstance(w, Path) else str(w) for w in (*words, "--out", out)]
     run([sys.executable, "-m", "lrpe_fairseq.experiments", *plain], out.with_suffix(".log"))
     return read_json(out)
@@ -164,6 +169,7 @@ def is_locked(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
+        # Shared: two that only look do not see each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:

@@ -82,6 +82,7 @@ class Schedule:
         self._events = events
         self._finished = finished
         self._children = children or Children()
+        # Not the wall clock, which may be set.
         self._end = time.monotonic() + seconds
         self._limited = seconds < math.inf
         self._longest = 0.0  # seconds of a finished run
@@ -102,9 +103,11 @@ class Schedule:
         if self._skipped:
             self._events.say(f"{self._skipped} runs are finished already")
         threads = [
+            # Daemons: Ctrl-C ends the program even if one waits for a child.
             threading.Thread(target=self._work, args=(devices,), daemon=True)
             for devices in self._devices[: len(self._runs)]
         ]
+        # Slurm and service managers send SIGTERM, a user Ctrl-C.
         with _terminated_like_interrupted():
             try:
                 for thread in threads:
@@ -115,6 +118,7 @@ class Schedule:
                 self._children.stop()
                 raise
         unfinished = len(self._runs) - self._done - self._elsewhere
+        # With a limit of time, a run that was stopped has not failed.
         failed = self._failed if self._limited else unfinished
         left = unfinished - failed
         more = f", {self._elsewhere} finished by other processes" if self._elsewhere else ""
@@ -138,6 +142,7 @@ class Schedule:
 
     def _next(self) -> TrainingRun | None:
         with self._guard:
+            # A run that cannot end in time would only be stopped and resumed later.
             if not self._waiting or self._end - time.monotonic() < self._longest:
                 return None
             run = self._waiting.popleft()
@@ -160,6 +165,7 @@ class Schedule:
         seconds = time.monotonic() - begun
         with self._guard:
             self._done += 1
+            # Runs of a table take about as long as each other.
             self._longest = max(self._longest, seconds)
             self._finished(run)
         self._say(run, f"finished after {format_duration(seconds)}")
@@ -184,6 +190,7 @@ class Schedule:
             self._attempts[run.name] += 1
             again = self._attempts[run.name] < ATTEMPTS
             if again:
+                # At once: a crash by chance needs no second turn of the whole table.
                 self._waiting.appendleft(run)
             self._failed += not again
         self._say(run, f"{'crashed, trying again' if again else 'FAILED'}: {reason}")
@@ -199,6 +206,7 @@ class Schedule:
             if now >= self._end and not self._children.stopping:
                 self._events.say("the time is over; the same command resumes")
                 self._children.stop()
+            # A terminal is redrawn every second; a log file gets a line per minute.
             elif now - shown >= (LIVE_SECONDS if self._events.terminal else QUIET_SECONDS):
                 shown = now
                 show(self._line(before, now - begun))
@@ -222,12 +230,14 @@ def shares(parallel: int, gpus_per_run: int | None = None) -> list[Devices]:
     gpus_per_run: default one, or all GPUs for a single run.
     Raises: ValueError if the machine has fewer GPUs.
     """
+    # The cores of this process: a container may have fewer than the machine.
     threads = max(1, len(os.sched_getaffinity(0)) // parallel)
     if (limit := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         threads = max(1, min(threads, int(limit)))
     gpus = torch.cuda.device_count()
     if (gpus_per_run or 0) > gpus:
         raise ValueError(f"a run cannot have {gpus_per_run} GPUs: there are {gpus}")
+    # One run has all GPUs: fairseq distributes it.
     if not gpus or (parallel == 1 and not gpus_per_run):
         return [Devices(threads)] * parallel
     each = gpus_per_run or 1
@@ -240,6 +250,7 @@ def state(run: TrainingRun) -> str:
     if run.finished():
         return f"done, {run.outcome()}"
     update, total = run.progress()
+    # Before the log: a run that was resumed still has its old lines.
     if is_locked(run.folder):
         return f"running {update}/{total}" if update else "running"
     error = run.folder / ERROR

@@ -79,12 +79,16 @@ class _Scorer:
         self.text = text
         self.trained = trained
         self.starts = starts
+        # The input is the text, shifted by one, as fairseq reads it.
         self.before = torch.cat([text.new_tensor([eos]), text[:-1]])
         self._known: Losses = {}
         self._limited: Losses = {}  # with attention to the last T tokens
 
     def metrics(self, protocol: Protocol) -> Metrics:
-        """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds."""
+        """Return loss (bits), ppl and tokens, or ``diverged``; and what the protocol adds.
+
+        Raises: ValueError if not every token of the protocol was scored.
+        """
         windows = list(protocol.windows(len(self.text), self.trained, self.starts))
         if protocol.kind == REPEATED:
             return self._gain(windows)
@@ -93,6 +97,7 @@ class _Scorer:
             with clamped(self.model, protocol.length) as counted:
                 self._remember(windows, self._known)
         bits = self._bits_of(protocol, windows)
+        # A window that was forgotten would make a better perplexity.
         if len(bits) != protocol.count(len(self.text), self.trained):
             raise ValueError(f"{len(bits)} tokens of {len(self.text)} were scored")
         measured = {**scored(_finite_mean(bits)), "tokens": len(bits)}
@@ -122,6 +127,7 @@ class _Scorer:
     def _bits_of(self, protocol: Protocol, windows: Sequence[Window]) -> Tensor:
         if protocol.kind == TRUNCATED:
             reach = reach_of(self.model, self.trained)
+            # Tokens before the reach of all layers change nothing, so they need not be computed.
             cut = [w._replace(start=max(w.start, w.first - reach)) for w in windows]
             with limited(self.model, self.trained):
                 return self.losses(cut, self._limited)
@@ -146,6 +152,7 @@ class _Scorer:
         """Return the losses of the scored tokens of each window; see :meth:`_losses_of`."""
         losses = []
         tokens = TOKENS[next(self.model.parameters()).device.type]
+        # Windows of one length need no padding, which some encodings would count.
         for length, group in itertools.groupby(windows, lambda w: w.end - w.start):
             equal = list(group)
             step = max(1, tokens // length)
@@ -183,6 +190,7 @@ def _bits(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
 
 def _finite_mean(bits: Tensor) -> float:
     mean = bits.mean().item()
+    # nan, too, is a model that diverged.
     return mean if math.isfinite(mean) else math.inf
 
 
@@ -195,6 +203,7 @@ def differences(bits: Tensor, blocks: int) -> Metrics:
     The interval is over ``blocks`` blocks of equal size, drawn with replacement by a fixed
     generator. One block has no interval.
     """
+    # Blocks are drawn, not tokens: tokens of one block are not independent.
     means = bits.unflatten(0, (blocks, -1)).mean(1) * math.log(2)
     if blocks == 1:
         logger.warning("delta has no interval, because the text is one block: use a longer text")
@@ -291,6 +300,7 @@ def reach_of(model: nn.Module, window: int) -> int:
     modules = _attentions(model)
     promised = [module.encoding.properties for module in modules]
     relative = all(p.relative == "exact" and p.relative_up_to is None for p in promised)
+    # Dropping tokens would shift their positions.
     if not relative or model.decoder.embed_positions is not None:
         return sys.maxsize
     more = sum(module.kv_shift is not None for module in modules)

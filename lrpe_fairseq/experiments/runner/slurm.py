@@ -92,6 +92,7 @@ def load_site(path: Path, chosen: Mapping[str, Any]) -> Site:
     """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        # The command line comes before the file.
         settings |= {key: value for key, value in chosen.items() if value is not None}
         Site(**settings)
     except (TypeError, yaml.YAMLError) as error:
@@ -111,6 +112,7 @@ def _check_types(path: Path, settings: Mapping[str, Any]) -> None:
             f"{settings['time']}"
         )
     for name in ("nodes", "cpus_per_task", "warning"):
+        # bool is an int, and YAML reads "yes" as one.
         if type(settings.get(name, 1)) is not int or settings.get(name, 1) < 1:
             raise ValueError(f"{path}: {name} must be an integer from 1 on, not {settings[name]!r}")
     for name in ("setup", "sbatch"):
@@ -134,19 +136,23 @@ def submit(
     """
     require_sbatch()
     folder = root / "runs" / table / "slurm"
+    # sbatch does not make the folder of its logs, and the job would fail without a word.
     folder.mkdir(parents=True, exist_ok=True)
+    # The same Python: a job has no activated environment.
     runner = [sys.executable, "-m", "lrpe_fairseq.experiments", "run_table", *arguments]
     script = folder / "job.sh"
     script.write_text(job_script(root, folder, runner, site), encoding="utf-8")
     at_most = f"%{site.running}" if site.running else ""
     array = [
         f"--array={','.join(map(str, tasks))}{at_most}",
+        # A requeued element continues its log.
         *("--requeue", "--open-mode=append", f"--signal=B:USR1@{site.warning}"),
         *(f"--job-name=lrpe-{table}", f"--output={folder}/%a.log"),
         *site.options(),
     ]
     job = _sbatch([*array, str(script)])
     render = shlex.join([sys.executable, "-c", RENDER.format(table)])
+    # afterany, not afterok: pages show what has finished.
     after = [f"--dependency=afterany:{job}", f"--job-name=lrpe-{table}-tables"]
     where = [f"--chdir={root}", f"--output={folder}/tables.log"]
     try:
@@ -168,6 +174,7 @@ def job_script(root: Path, folder: Path, command: Sequence[str], site: Site) -> 
         command=shlex.join(command),
         restarts=RESTARTS,
         variable=GRACE,
+        # Ended before Slurm sends SIGKILL to all processes at once.
         grace=max(MARGIN, site.warning - MARGIN),
     )
 
@@ -175,10 +182,12 @@ def job_script(root: Path, folder: Path, command: Sequence[str], site: Site) -> 
 def _sbatch(options: Sequence[str]) -> str:
     """Call sbatch and return the job id. Raises: ValueError with the last line that it printed."""
     done = subprocess.run(["sbatch", "--parsable", *options], capture_output=True, text=True)
+    # With several clusters sbatch prints "id;cluster".
     job = done.stdout.strip().partition(";")[0]
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["it printed no reason"]
         raise ValueError(f"sbatch failed with status {done.returncode}: {reason[-1]}")
+    # A wrapper of sbatch may print a banner; the dependency would then be wrong.
     if not job.isdigit():
         raise ValueError(f"sbatch printed no job id, but {done.stdout.strip()!r}")
     return job

@@ -90,6 +90,7 @@ class TrainingRun(ABC):
         data = ROOT / folders.data_home(yaml.task.data)
         if cls.data_name and cell.dataset:
             data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=scale)
+        # One run without a rate in its name, unless the family searches rates.
         rates: list[Any] = [""]
         if "{lr}" in cls.run_name:
             rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
@@ -120,6 +121,7 @@ class TrainingRun(ABC):
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
         """Return the cell's other options that the YAML contradicts, then the cell's changes."""
+        # Usual values are set only where the YAML has others: commands stay short.
         usual = [pair for pair in cell.options if pair not in cell.changed]
         words, changes = (
             [_override(key, value) for option, value in part for key in cls.keys_of(option)]
@@ -269,8 +271,10 @@ class TrainingRun(ABC):
         """Return the run file if it is valid and has the current settings and data."""
         try:
             run = read_run(self.result)
+        # A damaged run file is written again from the checkpoint.
         except (OSError, ValueError):
             return None
+        # A run file of other settings or data counts as missing, and is replaced.
         return None if self.differences(run["config"]) or self.other_data(run) else run
 
     def missing(self, run: Run) -> Evaluations:
@@ -318,6 +322,7 @@ class TrainingRun(ABC):
         changed = sorted(self.differences(config) - longer)
         changed += [f"data ({part})" for part in self.other_data(provenance.usage(self.folder))]
         if changed:
+            # They belong to another training; resuming them would mix two.
             checkpoints.remove(self.checkpoints)
             say(f"{', '.join(changed)} changed, so training starts over")
         return 0 if changed else seen
@@ -336,20 +341,24 @@ class TrainingRun(ABC):
         with processes.locked(self.folder) as lock:
             run_here = shell(children, devices, lock)
             known = self.recorded()
+            # Another process may have finished it while this one waited for the lock.
             if known and not self.missing(known):
                 return False
             if known and self._complete(known, run_here, say):
                 return True
+            # The run file is replaced, with all that it had: an evaluation must not get lost.
             run = self._with_those_of(known)
             try:
                 self.train(children, devices, lock, say)
             except Diverged as error:
                 say(f"{error}; the run file says so")
+                # A result, not an error: the page then says that the row diverged.
                 measured = run.lost()
             else:
                 checkpoints.require_best(self.checkpoints)
                 measured = run.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
+            # After the run file: until then the training can be evaluated again.
             self._remove_periodic()
         return True
 
@@ -393,6 +402,7 @@ class TrainingRun(ABC):
         command = devices.launch(self.command(devices.processes))
         (self.folder / "command.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
         crash = self.checkpoints / checkpoints.CRASH
+        # That of an earlier attempt would say that this one diverged.
         crash.unlink(missing_ok=True)
         try:
             children.run(command, self.log, environment=devices.environment, lock=lock)
@@ -413,6 +423,7 @@ class TrainingRun(ABC):
         Raises: UserError if the data differ from their manifest.
         """
         folders.verify(self.data)
+        # Own checkpoints first: they have more updates than a trunk that is shared.
         seen = self.ready_to_resume(say) or self.from_trunk(say)
         if seen < self.max_update():
             if not seen:
@@ -449,11 +460,13 @@ class TrainingRun(ABC):
 
         Raises: RunFailed if the data have changed since the start of the training.
         """
+        # Data that were prepared again during the training: its first part read others.
         if changed := self.other_data(provenance.usage(self.folder)):
             raise RunFailed(
                 f"{relative(self.data)} has changed since the training began ({', '.join(changed)})"
             )
         lost = "diverged_at" in measured
+        # A training that diverged has no best checkpoint to describe.
         names = (checkpoints.CRASH,) * 2 if lost else (checkpoints.BEST, checkpoints.LAST)
         best, last = (checkpoints.load(self.checkpoints / name) for name in names)
         log = fairseq_log.read_training_log(self.log)
@@ -493,6 +506,7 @@ def shell(children: Children, devices: Devices, lock: int | None = None) -> Shel
     """Return what runs an evaluation as a child on ``devices``; it keeps ``lock`` open."""
 
     def run(command: list[str], log: Path) -> None:
+        # An evaluation is read from its log, which must be of this call only.
         log.unlink(missing_ok=True)
         children.run(command, log, environment=devices.environment, lock=lock)
 

@@ -46,6 +46,7 @@ def encode_both(
 ) -> tuple[Tensor, Tensor]:
     """Compute Lambda P phi of q and k at their positions; see :func:`encode`."""
     p = _projection_of(transform, q)
+    # phases of self-attention are computed once
     q_power = transform.powers(q_positions, q.dtype)
     same = k_positions is q_positions
     k_power = q_power if same else transform.powers(k_positions, q.dtype)

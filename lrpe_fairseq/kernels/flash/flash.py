@@ -7,7 +7,7 @@ n = (slot of i) - j is the lag. a (``decay``) and r (``score_decay``) are number
 (``table``) are values by lag for every head, x (``by_query``) and y (``by_key``) also for every
 token; c and d (``gates``) are sums of log gates. The slot of query i is i, or S - T + i in causal
 attention, where the queries are the last T of S keys. :func:`definition` computes this with all
-scores in memory. The fast form is ``flash_triton.flash_attention``, with the same arguments.
+scores in memory. The kernel is ``flash_triton.flash_attention``, with the same arguments.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width, R lags of a table,
 C lags of x and y.

@@ -132,7 +132,7 @@ FLOAT32["key_gradient"] = ((NO_LIMIT, Tile(16, 32, 2, 1)),)
 def tile_of(name: str, call: "_Call") -> Tile:
     """Return the tile of a kernel for a call: a large one with which it spills no registers.
 
-    Forms of float32 spill. ``python -m benchmarks.compiled`` shows the figures.
+    Kernels of float32 spill. ``python -m benchmarks.compiled`` shows the figures.
     """
     major, _ = capability_of(call.given[0].device)
     wide = call.given[0].dtype == torch.float32

@@ -1,7 +1,7 @@
 """The definitions of the sums of linear attention, in differentiable operations.
 
 Causal sums run by chunk: scores are computed within a chunk, and earlier tokens contribute through
-the state, in O(T) time and memory. ``causal_cpu`` (C++) and ``causal_triton`` are the fast forms;
+the state, in O(T) time and memory. ``causal_cpu`` (C++) and ``causal_triton`` are the kernels;
 ``half`` computes the definition with products of half-precision numbers.
 
 Axes: B batch, H heads, T time, N chunks of C tokens, D key width, E value width.
@@ -50,9 +50,12 @@ def definition(
     length = q.shape[-2]
     chunks, size = chunks_of(length, chunk)
     q, k, v = (cut(x, chunks, size) for x in (q, k, v))
-    scores, q_in, k_in, logs = product(q, k.mT).tril(), q, k, None
+    scores = product(q, k.mT).tril()  # of the pairs within a chunk
+    # what reads the state before the chunk, and what is added to the state after it
+    q_in, k_in, logs = q, k, None
     if log_decay is not None:
         total = decay_in_chunk(log_decay, length, chunks, size)  # B H N C
+        # above the diagonal exponents would be positive: tril comes before exp
         within = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp()
         decay = block_decay(total, scores)
         scores, q_in, k_in = scores * within.to(scores), q * decay.into, k * decay.out_of
@@ -128,6 +131,7 @@ def decay_in_chunk(log_decay: Tensor, length: int, chunks: int, size: int) -> Te
     """
     if log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(1, -1, length)
+    # float64, because only differences of these sums are exponentiated
     logs = F.pad(log_decay.double(), (0, chunks * size - length))
     return logs.unflatten(-1, (chunks, size)).cumsum(-1)
 
@@ -159,13 +163,15 @@ def _before(sums: Tensor, logs: Tensor | None) -> Tensor:
     if logs is None:
         after = sums.cumsum(2)
     else:
-        found, last = [], 0.0
-        for part, own in zip(sums.split(SCAN, 2), logs.split(SCAN, 2), strict=True):
-            steps = (own.unsqueeze(-1) - own.unsqueeze(-2)).tril().exp().tril().to(sums)
+        groups = []
+        last = 0.0  # the logarithm at the end of the group before
+        for part, log in zip(sums.split(SCAN, 2), logs.split(SCAN, 2), strict=True):
+            steps = (log.unsqueeze(-1) - log.unsqueeze(-2)).tril().exp().tril().to(sums)
             here = (steps @ part.flatten(3)).unflatten(-1, sums.shape[3:])
-            if found:
-                carried = (own - last).exp().to(sums)[..., None, None]
-                here = here + carried * found[-1][:, :, -1:]
-            found, last = [*found, here], own[..., -1:]
-        after = torch.cat(found, 2)
+            if groups:
+                carried = (log - last).exp().to(sums)[..., None, None]
+                here = here + carried * groups[-1][:, :, -1:]
+            groups.append(here)
+            last = log[..., -1:]
+        after = torch.cat(groups, 2)
     return torch.cat([torch.zeros_like(after[:, :, :1]), after[:, :, :-1]], 2)

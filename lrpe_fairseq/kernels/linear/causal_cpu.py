@@ -35,15 +35,16 @@ def library() -> ctypes.CDLL | None:
 
 def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
     """True if the kernel supports q, k, v (B, H, T, .) and half of the threads get a sequence."""
-    given = (q, k, v)
+    rows = (q, k, v)
     return (
-        is_plain(*given, log_decay)
+        is_plain(q, k, v, log_decay)
         and q.shape == k.shape
         and q.shape[:3] == v.shape[:3]
-        and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in given)
+        and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in rows)
+        # with fewer sequences threads would wait, and the definition is parallel inside too
         and 2 * q.shape[0] * q.shape[1] >= torch.get_num_threads()
         and q.dtype in (torch.float32, torch.float64)
-        and all(x.device.type == "cpu" and x.dtype == q.dtype for x in given)
+        and all(x.device.type == "cpu" and x.dtype == q.dtype for x in rows)
         and library() is not None
     )
 
@@ -63,6 +64,7 @@ class _CausalSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, wanted, eps):
+        # the backward pass starts each segment from its saved state and recomputes the rest
         states = _states(q, v) if any(ctx.needs_input_grad) else None
         out = torch.empty_like(v)
         denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])

@@ -161,7 +161,7 @@ def _launch(kernel, x: Tensor, v: Tensor, *arguments: Any, **constants: bool) ->
 
 # --- kernels: program 0 is the sequence, program 1 the part -------------------------------------
 
-SIZES = ["T", "H", "each"]  # any value in one compiled form
+SIZES = ["T", "H", "each"]  # any value in one compiled kernel
 
 
 @triton.jit(do_not_specialize=SIZES)

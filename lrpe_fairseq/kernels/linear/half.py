@@ -80,6 +80,7 @@ def _narrow(x: Tensor, axis: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | 
     """Return x in ``dtype``, divided by its largest numbers along ``axis`` if it is wider."""
     if x.dtype == dtype:
         return x, None
+    # the largest number becomes 1, so that a sum of products cannot overflow a half type's range
     largest = x.abs().amax(axis, keepdim=True)
     largest = largest.masked_fill_(largest == 0, 1)
     return (x / largest).to(dtype), largest

@@ -291,7 +291,7 @@ def _gradients(
 
 # --- kernels: program 0 is the sequence, program 1 the part -------------------------------------
 #
-# Times take any value in one compiled form. Strides of rows keep Triton's two forms, multiples of
+# Times take any value in one compiled kernel. Strides of rows keep Triton's two kinds, multiples of
 # 16 or not, because loads of 16 bytes need multiples.
 
 SIZES = ["T", "H", "each"]
