@@ -93,6 +93,9 @@ def score_matrix(
     """
     if isinstance(encoding, ScoreEncoding):
         q = q * encoding.content_scale
+        if x is not None:
+            q, k = encoding.widened(x, q / encoding.softmax_scale, k, k_positions)
+            q = q * encoding.softmax_scale
         visible = visible_matrix(encoding, q, k)
         return encoding(q @ k.transpose(-1, -2), q, k, q_positions, k_positions, visible)
     gates = None if x is None else encoding.log_gates(x)
@@ -112,6 +115,10 @@ def score_matrix(
         scores = scores * exponent.exp() if of_score else scores + exponent
     if gates is None:
         return scores
+    if gates.dim() == 4:  # of every feature
+        total = gates.double().cumsum(2)
+        exponent = (total.unsqueeze(3) - total.unsqueeze(2)).clamp_max(0)
+        return (q.unsqueeze(3) * k.unsqueeze(2) * exponent.exp()).sum(-1)
     total = gates.double().cumsum(-1)
     return scores + (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
 

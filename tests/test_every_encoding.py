@@ -61,6 +61,10 @@ GATED = (
     *("gated:lrpe-type2", "gated:rope", "gated:lrpe-type4", "gated:spe", "gated:lrpe-type8"),
     *("gated:permuteformer", "gated:alibi", "gated:ape-tree"),
 )
+BY_CHANNEL = (
+    *("gated-channel:none", "gated-channel:rope", "gated-channel:lrpe-type2"),
+    *("gated-channel:lrpe-type1", "gated-channel:lrpe-tmlr-type1"),
+)
 CARRIED = (
     *("path:lrpe-type2", "path:lrpe-type8", "path:permuteformer", "path:ape-tree"),
     *("gated:path", "gated:path:lrpe-type2"),
@@ -77,7 +81,7 @@ FREE = (
 """Pairs of P and Lambda that no named encoding has; tests/encodings/test_lrpe.py has them all."""
 SCALED = (
     *("rope~yarn", "lrpe-type2~yarn", "lrpe-type2~yarn-printed", "lrpe-tmlr-type1~ntk"),
-    "fope~linear",
+    *("fope~linear", "lrpe-type2~llama3"),
 )
 FLOORED = (
     *("rope^turn-plain", "lrpe-type2^turn-log", "lrpe-type8^turn-plain", "lrpe-type3^clip-plain"),
@@ -85,7 +89,7 @@ FLOORED = (
     "path:lrpe-type6^turn-plain",
 )
 NAMES = (
-    *(*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *CARRIED),
+    *(*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *BY_CHANNEL, *CARRIED),
     *(*SELECTIVE, *GRIDS, *SCALED, *FLOORED),
 )
 WIDTH, HEADS, D = 16, 2, 8
@@ -166,7 +170,7 @@ PAIRS = [
     (name, attention_type)
     for name in NAMES
     for attention_type in ("linear", "softmax")
-    if attention_type == "softmax" or encoding_of(name).serves_linear
+    if getattr(encoding_of(name), f"serves_{attention_type}", False)
 ]
 MODES = [(*p, causal) for p in PAIRS for causal in (True, False) if causal or not is_causal(p[0])]
 HALVES = [
@@ -234,7 +238,8 @@ def test_the_weights_do_depend_on_the_distance(name):
     encoding = encoding_of(name)
     with torch.no_grad():
         for parameter in encoding.parameters():  # tables that start at zero say nothing yet
-            parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            generator = torch.Generator().manual_seed(1)
+            parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
     at = 97 * torch.arange(6)  # coprime to all cycles of a permutation
     weights = weight_matrix(encoding, q, k, at, at, inputs())
     assert (weights[..., 5, :] - weights[..., 5, 5:]).abs().max() > 1e-3
@@ -663,6 +668,12 @@ def test_one_seed_gives_one_encoding_and_another_seed_another(name):
     scores = [score_matrix(encoding, q, k, at, at, x) for encoding in (one, same, other)]
     assert torch.equal(scores[0], scores[1])
     assert torch.equal(scores[0], scores[2]) == (not drawn)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not encoding_of(n).serves_softmax])
+def test_an_encoding_without_a_bias_of_scores_is_refused_by_softmax_attention(name):
+    with pytest.raises(ValueError, match="use it with linear attention"):
+        attention_of(name, "softmax")
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not encoding_of(n).serves_linear])

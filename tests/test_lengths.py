@@ -14,6 +14,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm, load_named
+from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import commit
 from lrpe_fairseq.experiments.records.protocols import Protocol, Window, holds_to
@@ -66,6 +67,15 @@ def test_context_scaling_is_part_of_a_protocols_name_and_sentence():
     assert scaled.overrides(T) == own
     assert scaled.sentence(T).endswith("scaled for the evaluation: yarn by 2.5, from 8 tokens.")
     assert Protocol.parse("paired-512").overrides(T) == {}
+    assert Protocol.parse("paired-64+dynamic-1").overrides(T)["context_scaling"] == "dynamic"
+    factors = "1,1,2,4"
+    long = Protocol.parse("paired-64+longrope-8").overrides(T, factors)
+    assert long == {
+        "context_scaling": "longrope",
+        "context_factor": 8.0,
+        "context_length": T,
+        "longrope_factors": factors,
+    }
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 63, 64, 65, 1000])
@@ -463,7 +473,7 @@ def check_by_hand(run, found, out):
     names = ["--protocols", "tail-64-64", "paired-128"]
     words = [str(checkpoint), str(run.data), "--splits", "test", *names, "--out", str(out)]
     assert eval_lm.main(words) == 0
-    plain = {name: found[name] for name in names[1:]}
+    plain, run_blocks = {name: found[name] for name in names[1:]}, found["blocks"]
     assert read_run(out)["metrics"]["test"] == plain
 
     names[1:] = ["blocks", f"blocks-{T}", "paired-128"]
@@ -475,6 +485,28 @@ def check_by_hand(run, found, out):
     blocks, same, _ = scaled.values()
     assert blocks["loss"] == pytest.approx(same["loss"], abs=1e-4)
     assert scaled["paired-128+yarn-2.5"]["loss"] != plain["paired-128"]["loss"]
+
+    trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
+    heads = trained["model.decoder_attention_heads"]
+    pairs = trained["model.decoder_embed_dim"] // heads // 2
+    lists = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
+    file = out.with_name("config.json")
+    file.write_text(json.dumps({"rope_scaling": lists}))
+    losses = {}
+    for name, factor, more in [
+        ("dynamic", "1", []),
+        ("longrope", "1", ["--longrope-factors", str(file)]),
+        ("linear", "4", []),
+    ]:
+        scale = ["--context-scaling", name, "--context-factor", factor, *more]
+        words = [str(checkpoint), str(run.data), "--splits", "test", "--out", str(out)]
+        assert eval_lm.main([*words, "--protocols", "blocks", "paired-128", *scale]) == 0
+        found = read_run(out)["metrics"]["test"]
+        losses[name] = [found[f"{p}+{name}-{factor}"]["loss"] for p in ("blocks", "paired-128")]
+    same = run_blocks["loss"]
+    assert losses["dynamic"][0] == losses["longrope"][0] == pytest.approx(same, abs=1e-4)
+    assert losses["longrope"][1] == pytest.approx(losses["linear"][1], rel=1e-6)
+    assert losses["dynamic"][1] != plain["paired-128"]["loss"]
 
 
 @pytest.mark.end_to_end

@@ -22,6 +22,7 @@ from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import without_autocast
 from lrpe_fairseq.kernels.dispatch import LinearKernel
+from lrpe_fairseq.kernels.linear import channels
 from lrpe_fairseq.kernels.linear.causal import block_decay, decay_matrix, full_definition
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
@@ -105,7 +106,9 @@ def linear_attention_naive(
         log_decay=log_decay,
     )
     scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
-    if log_decay is not None:
+    if _by_feature(log_decay):
+        scores = channels.scores_naive(q, k, _without_padding(log_decay, key_padding_mask))
+    elif log_decay is not None:
         scores = scores * _factors(log_decay, q, causal, key_padding_mask)
     scores = _visible(scores, causal, window, starts)
     numerator = scores @ v
@@ -150,7 +153,10 @@ def linear_attention_window(
     for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
         visible = visible_pairs(queries.of(rows), keys.of(columns), True)
         scores = compute()
-        if sums is not None:
+        if sums is not None and sums[0].shape[1] > q.shape[1]:  # of every feature
+            parts = q[:, :, rows], k[:, :, columns], sums[0][..., rows], sums[1][..., columns]
+            scores = channels.scores_between(*parts)
+        elif sums is not None:
             q_sums, k_sums = sums
             exponent = q_sums[..., rows, None] - k_sums[..., None, columns]
             scores = scores * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(wide)
@@ -214,9 +220,10 @@ def linear_attention(
         content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
         log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied
             by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token, causal only;
-            set to 0 at padding. Trap: in causal attention a constant decay counts every slot,
-            padding included. In bidirectional attention the factor is exp(log_decay n), n the
-            number of real tokens after the earlier of s, t, up to the later one; it needs S = T.
+            set to 0 at padding. (B, H, T, D): of every feature, likewise; without a transport.
+            Trap: in causal attention a constant decay counts every slot, padding included. In
+            bidirectional attention the factor is exp(log_decay n), n the number of real tokens
+            after the earlier of s, t, up to the later one; it needs S = T.
         starts: bool (B, T), true at every token that begins a document (causal only): a decay of 0
             before it, so that no later token reads the sums of earlier ones.
         transport: of the T tokens, with w like encoded features (causal only); beta 0 at padding.
@@ -228,8 +235,11 @@ def linear_attention(
     """
     _check_documents(q, causal, starts, transport)
     dtype = dtype or v.dtype
+    by_feature = _by_feature(log_decay)
+    if by_feature and not causal:
+        raise ValueError("a decay of single features needs causal=True")
     kernel = None
-    if transport is None:
+    if transport is None and not by_feature:
         kernel = dispatch.linear_kernel(q, v, log_decay, causal)
     rows = _prepare(
         q,
@@ -242,7 +252,7 @@ def linear_attention(
         log_decay=log_decay,
         widen=kernel is None,
     )
-    if transport is not None:  # no kernel carries keys: the text is one block without a past
+    if transport is not None or by_feature:  # no kernel: the text is one block without a past
         state = _empty_state(rows.q, rows.v, rows.content)
         return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)[0]
     call = _Call(kernel, causal, key_padding_mask, starts)
@@ -420,8 +430,9 @@ def _check_features(
         shape = batch, keys
         check_companion("key_padding_mask", key_padding_mask, PADDING, "(B, S)", (shape,), q)
     if log_decay is not None:
-        shapes = (heads,), (batch, heads, length)
-        check_companion("log_decay", log_decay, REAL, "(H,) or (B, H, T)", shapes, q)
+        shapes = (heads,), (batch, heads, length), (batch, heads, length, width)
+        axes = "(H,), (B, H, T) or (B, H, T, D)"
+        check_companion("log_decay", log_decay, REAL, axes, shapes, q)
 
 
 def _check_content(content: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> None:
@@ -460,7 +471,7 @@ def _check_sums(state: LinearState, q: Tensor, width: int | None) -> None:
 
 def _check_both_ways(q: Tensor, k: Tensor, log_decay: Tensor) -> None:
     """Refuse a decay that has no meaning in bidirectional attention."""
-    if log_decay.dim() == 3:
+    if log_decay.dim() != 1:
         raise ValueError(
             "log_decay of shape (B, H, T) needs causal=True; in bidirectional attention pass a "
             "constant decay of shape (H,)"
@@ -484,17 +495,28 @@ def _factors(log_decay: Tensor, q: Tensor, causal: bool, padding: Tensor | None)
     return torch.exp(log_decay.double()[:, None, None] * lag).to(q)
 
 
+def _by_feature(log_decay: Tensor | None) -> bool:
+    """True for a decay (B, H, T, D) of every feature."""
+    return log_decay is not None and log_decay.dim() == 4
+
+
 def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
     """Set a decay per token to log 1 = 0 at padding. A constant decay is not changed."""
     if log_decay is None or log_decay.dim() == 1 or key_padding_mask is None:
         return log_decay
-    return log_decay.masked_fill(key_padding_mask.bool().unsqueeze(1), 0.0)
+    hidden = key_padding_mask.bool().unsqueeze(1)
+    return log_decay.masked_fill(hidden.unsqueeze(-1) if _by_feature(log_decay) else hidden, 0.0)
 
 
 def _with_cuts(log_decay: Tensor | None, starts: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the decay per token (B, H, T) that removes the state before every start."""
+    """Return the decay per token (B, H, T) that removes the state before every start.
+
+    (B, H, T, D) for a decay of every feature.
+    """
     if starts is None:
         return log_decay
+    if _by_feature(log_decay):
+        return torch.where(starts[:, None, :, None], LOWEST_DECAY, log_decay)
     if log_decay is None:
         log_decay = torch.zeros((), device=q.device)
     elif log_decay.dim() == 1:
@@ -572,6 +594,13 @@ def _decayed_sums(
     return out, denominator + later_denominator.flip(-1) - diagonal
 
 
+def divided(
+    numerator: Tensor, denominator: Tensor | None, dtype: torch.dtype, normalizer: str
+) -> Tensor:
+    """Return the quotient (B, H, T, E) in ``dtype``, as all forms of this module compute it."""
+    return _narrow(_divide(numerator, denominator), dtype, normalizer)
+
+
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
     if denominator is None:
         return numerator
@@ -601,7 +630,7 @@ def _content_after(
     """
     if starts is None:
         sums = keys.unsqueeze(-2) + k.cumsum(-2)
-        return (q * sums).sum(-1), sums[..., -1, :]
+        return (q * sums).sum(-1), sums[..., -1, :] if sums.shape[-2] else keys
     # the sums of a document are numerators whose values are 1
     ones = torch.ones_like(q[..., :1])
     before = LinearState(keys.unsqueeze(-1), keys)
@@ -659,6 +688,8 @@ def _advance(
     """
     if transport is not None:
         return _advance_carried(q, k, v, before, log_decay, with_denominator, transport)
+    if _by_feature(log_decay):
+        return _advance_by_feature(q, k, v, before, log_decay, with_denominator)
     wanted = "sums" if with_denominator else "numerator"
     numerator, denominator = dispatch.causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
@@ -698,6 +729,25 @@ def _advance_carried(
     return out[..., :-1], out[..., -1], LinearState(kv[..., :-1], kv[..., -1])
 
 
+def _advance_by_feature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: LinearState,
+    log_decay: Tensor,
+    with_denominator: bool,
+) -> tuple[Tensor, Tensor | None, LinearState]:
+    """Compute :func:`_advance` with a decay of every feature, (B, H, T, D)."""
+    dispatch.log_linear("pytorch", q)
+    if not with_denominator:
+        out, kv = channels.chunked_sums(q, k, v, log_decay, before.kv)
+        return out, None, LinearState(kv, before.keys)
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    kv = torch.cat([before.kv, before.keys.unsqueeze(-1)], -1)
+    out, kv = channels.chunked_sums(q, k, v, log_decay, kv)
+    return out[..., :-1], out[..., -1], LinearState(kv[..., :-1], kv[..., -1])
+
+
 def _advance_by_one(
     q: Tensor,
     k: Tensor,
@@ -713,8 +763,9 @@ def _advance_by_one(
         kv = reflected(kv.mT, transport).mT
         keys = reflected(keys.unsqueeze(2), transport).squeeze(2) if with_denominator else keys
     if log_decay is not None:
-        rate = torch.exp(log_decay.to(q))  # H, or B H 1
+        rate = torch.exp(log_decay.to(q))  # H, B H 1, or B H 1 D
         rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate
+        rate = rate.squeeze(2) if _by_feature(log_decay) else rate  # B H D
         kv, keys = kv * rate.unsqueeze(-1), keys * rate
     kv = torch.addcmul(kv, k.transpose(-1, -2), v)
     denominator = None

@@ -49,7 +49,8 @@ class HeadNorm(nn.Module):
 
     def __init__(self, spec: EncodingSpec, eps: float, heads: int | None = None) -> None:
         super().__init__()
-        self.heads, self.eps = spec.num_heads if heads is None else heads, eps
+        self.heads = spec.num_heads if heads is None else heads
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(self.heads * spec.head_dim))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class ProjectedAttention(nn.Module):
     """Base class of attention with H heads: everything before and after the sums over keys.
 
     The arguments and errors are those of :class:`.multihead.MultiheadAttention`.
+    Raises: ValueError for options given both by keyword and as ``options``.
     """
 
     kind: ClassVar[str]
@@ -89,7 +90,7 @@ class ProjectedAttention(nn.Module):
         self._read: list[Tensor] = []  # the states, and their means by the weights
 
     def _build_encoding(self, name: str, seed: int, options: EncodingOptions) -> Encoding:
-        """Return the encoding. Raises: ChoiceError if linear attention does not support it."""
+        """Return the encoding. Raises: ChoiceError if attention does not support it."""
         of_heads = self.num_heads * self.head_dim
         encoding = build_encoding(
             name,
@@ -106,6 +107,11 @@ class ProjectedAttention(nn.Module):
             raise ChoiceError(
                 f"position encoding {name!r} needs {needed}, which linear "
                 "attention does not compute; use it with softmax attention"
+            )
+        if self.attention_type == "softmax" and not encoding.serves_softmax:
+            raise ChoiceError(
+                f"position encoding {name!r} decays every feature by a factor of its own, which is "
+                "no bias of a score; use it with linear attention"
             )
         return encoding
 
@@ -243,7 +249,8 @@ class ProjectedAttention(nn.Module):
         Keys and values are those of the memory (B, S, C'), or of x.
         """
         if not self.encoding.decomposable:
-            return self._project(x, memory, queries)
+            q, k, v = self._project(x, memory, queries)
+            return *self.encoding.widened(x, q, k, queries.positions), v
         source, keys = (x, queries) if memory is None else (memory, keys)
         fold = self.encoding.fold() if self._folds(x, source) else None
         if fold is None:

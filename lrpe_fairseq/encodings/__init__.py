@@ -39,6 +39,8 @@ from lrpe_fairseq.encodings.scores.cape import CAPEFIRE, CAPEALiBi, CAPEKerple
 from lrpe_fairseq.encodings.scores.cope import CoPE
 from lrpe_fairseq.encodings.scores.deberta import DeBERTa
 from lrpe_fairseq.encodings.scores.fire import FIRE
+from lrpe_fairseq.encodings.scores.grape_a import GrapeA
+from lrpe_fairseq.encodings.scores.grape_ap import GrapeAP
 from lrpe_fairseq.encodings.scores.kerple import KerpleLog, KerplePower
 from lrpe_fairseq.encodings.scores.sandwich import Sandwich
 from lrpe_fairseq.encodings.scores.shaw import Shaw
@@ -46,6 +48,7 @@ from lrpe_fairseq.encodings.scores.stick_breaking import StickBreaking
 from lrpe_fairseq.encodings.scores.t5 import T5Bias
 from lrpe_fairseq.encodings.scores.transformer_xl import TransformerXL
 from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, COMPONENTS, Algebraic, APETree
+from lrpe_fairseq.encodings.wrappers.channel import can_be_gated_by_channel, gated_channel
 from lrpe_fairseq.encodings.wrappers.fox import FoX, can_be_gated, gated
 from lrpe_fairseq.encodings.wrappers.grid import GridEncoding
 from lrpe_fairseq.encodings.wrappers.path import Path, can_be_carried, path
@@ -102,11 +105,13 @@ ENCODINGS: dict[str, Constructor] = {
     "deberta": DeBERTa,
     "cope": CoPE,
     "stick-breaking": StickBreaking,
+    "grape-a": GrapeA,
+    "grape-ap": GrapeAP,
     "tape": TAPE,
 }
 """Name on the command line -> constructor, of every encoding with an entry of its own."""
 
-WRAPPERS = ("gated", "path", "selective")
+WRAPPERS = ("gated", "gated-channel", "path", "selective")
 """The prefixes of composed names whose rest is a name."""
 
 DEFAULT = "lrpe-type2"
@@ -155,7 +160,10 @@ def _wrapper(
     names = list(filter(accepts, ENCODINGS))
 
     def build(name: str) -> Constructor:
-        """Return the constructor of the wrapped encoding of this name."""
+        """Return the constructor of the wrapped encoding of this name.
+
+        Raises: ChoiceError for an encoding that cannot be wrapped.
+        """
         if not accepts(name):
             raise ChoiceError(f"{prefix}:{name}: {why.format(', '.join(names))}")
         return partial(wrap, inner=constructor_of(name))
@@ -256,6 +264,15 @@ FAMILIES: dict[str, Family] = {
         "lrpe:<P>:<Lambda>",
         causal_only=True,
     ),
+    "gated-channel": _wrapper(
+        "gated-channel",
+        gated_channel,
+        lambda name: can_be_gated_by_channel(constructor_of(name)),
+        "none, or an encoding that turns pairs of features",
+        "decays of single features commute with rotations of pairs only; choose one of {}, or "
+        "lrpe:<P>:<Lambda> without a permutation",
+        causal_only=True,
+    ),
     "path": _wrapper(
         "path",
         path,
@@ -303,7 +320,8 @@ def options_read_by(name: str) -> frozenset[str]:
 
     Raises: ChoiceError if the name is unknown.
     """
-    options, slices = _ReadOptions(), name.count("+") + 1
+    options = _ReadOptions()
+    slices = name.count("+") + 1
     encoding = build_encoding(name, max(8, 2 * slices), 1, causal=True, options=options)
     ignored = set() if encoding.scales else {RotationOptions}
     ignored |= set() if encoding.angles else {AngleOptions}  # every constructor reads both
@@ -331,7 +349,10 @@ def angles_of(name: str) -> str:
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}, in the order of their classes."""
+    """Return the options of all encodings as {name: field}, in the order of their classes.
+
+    Raises: TypeError for two options of one name, or one without a help text. This is a bug.
+    """
     options: dict[str, Field] = {}
     for kind in kinds_of_options():
         for field in fields(kind):
@@ -389,8 +410,8 @@ def build_encoding(
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
     if not encoding.angles and options.of(AngleOptions) != AngleOptions():
         raise ChoiceError(
-            f"position encoding {name!r} does not support --angle-floor and --angle-parameter: "
-            "leave them out, or choose rope or an LRPE type with rotations"
+            f"position encoding {name!r} does not support --angle-lr-scale, --angle-floor and "
+            "--angle-parameter: leave them out, or choose rope or an LRPE type with rotations"
         )
     if not encoding.scales and options.of(RotationOptions) != RotationOptions():
         raise ChoiceError(

@@ -13,7 +13,7 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.rotations.angles import AngleOptions
-from lrpe_fairseq.encodings.rotations.scaling import YARN, RotationOptions
+from lrpe_fairseq.encodings.rotations.scaling import WITH_LENGTH, RotationOptions
 
 
 def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
@@ -21,18 +21,20 @@ def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
 
     An option that a checkpoint does not contain yet has its default, and so have those of rotations
     and of angles in a layer without them, if another layer of the pattern has them. A floor of
-    angles takes its length from ``tokens_per_sample`` unless ``context_length`` is given.
+    angles, or the spectrum "turns", takes its length from ``tokens_per_sample`` unless
+    ``context_length`` is given.
     """
     defaults = {name: field.default for name, field in options_of_encodings().items()}
     defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
     chosen = {name: getattr(options, name, default) for name, default in defaults.items()}
     plain = {name: str(v) if isinstance(v, Enum) else v for name, v in chosen.items()}
-    floored = plain["angle_floor"] != "none"
-    if floored and plain["context_scaling"] not in YARN:
-        # yarn needs the length of training even if a longer text is read
+    floored = plain["angle_floor"] != "none" or plain["rotation_spectrum"] == "turns"
+    if floored and plain["context_scaling"] not in WITH_LENGTH:
+        # they need the length of training even if a longer text is read
         plain["context_length"] = plain["context_length"] or tokens_per_sample(options)
     plain |= _defaults_of_other_layers(options, layer)
-    if floored and plain["angle_floor"] == plain["context_scaling"] == "none":
+    unread = plain["angle_floor"] == plain["context_scaling"] == "none"
+    if floored and unread and plain["rotation_spectrum"] != "turns":
         plain["context_length"] = 0  # it is that of other layers, and nothing reads it here
     return EncodingOptions(options.fidelity, **plain)
 
@@ -75,4 +77,5 @@ def _defaults_of_other_layers(options: Any, layer: int) -> dict[str, Any]:
         angles_of(name) == "learned" for name in names
     ):
         unread["angle_parameter"] = AngleOptions.angle_parameter
+        unread["angle_lr_scale"] = AngleOptions.angle_lr_scale
     return unread

@@ -21,6 +21,7 @@ from lrpe_fairseq.encodings import (
     options_read_by,
 )
 from lrpe_fairseq.encodings.core.options import flag_of
+from lrpe_fairseq.encodings.rotations.scaling import BY_TEXT
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.patterns import OPTIONS, over_layers, values
 
@@ -310,7 +311,8 @@ def warn_about_ignored(options: Any, cfg: Any) -> None:
         _warn_once("--attention-dropout is ignored: linear attention has no weights to drop")
     if types == {"softmax"} and set(values(options.attention_normalizer)) != {"rotated"}:
         _warn_once("--attention-normalizer is ignored: only linear attention has a denominator")
-    if getattr(options, "context_factor", 0) == 1 and str(options.context_scaling) != "none":
+    inert = str(getattr(options, "context_scaling", "none")) not in ("none", *BY_TEXT)
+    if getattr(options, "context_factor", 0) == 1 and inert:
         _warn_once(f"--context-scaling {options.context_scaling} needs --context-factor above 1")
 
 

@@ -83,11 +83,18 @@ def _impossible(part: Any) -> dict[str, Any]:
         for name, value in unread_options(part).items()
         if _fails(known[name], value)
     }
-    if getattr(part, "context_scaling", "") == "none" and getattr(part, "context_length", 0):
+    if getattr(part, "context_length", 0) and not _reads_length(part):
         unread["context_length"] = known["context_length"].default
     if abs(getattr(part, "encoding_seed", 0)) * 1000 > LARGEST_SEED:  # no generator takes it
         unread["encoding_seed"] = 0
     return unread
+
+
+def _reads_length(part: Any) -> bool:
+    """True if a scaling, a spectrum or a floor of angles reads ``context_length``."""
+    usual = {"context_scaling": "none", "angle_floor": "none", "rotation_spectrum": ""}
+    scaling, floor, spectrum = (str(getattr(part, name, x)) for name, x in usual.items())
+    return scaling != "none" or floor != "none" or spectrum == "turns"
 
 
 def _of_pixels(part: Any) -> dict[str, float]:

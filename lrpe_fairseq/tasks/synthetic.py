@@ -83,10 +83,12 @@ class LRPESyntheticTask(FairseqTask):
             sequences longer than those of training.
         """
         floor = str(getattr(cfg, "angle_floor", "none"))
-        if floor != "none" and not cfg.context_length:
+        needs = f"--angle-floor {floor}" if floor != "none" else ""
+        if str(getattr(cfg, "rotation_spectrum", "partial")) == "turns":
+            needs = "--rotation-spectrum turns"
+        if needs and not cfg.context_length:
             refuse(
-                f"--angle-floor {floor} needs --context-length, the tokens of the longest sequence "
-                "in training"
+                f"{needs} needs --context-length, the tokens of the longest sequence in training"
             )
         model = super().build_model(cfg, from_checkpoint)
         # an encoder would see the answers

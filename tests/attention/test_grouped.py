@@ -14,7 +14,7 @@ from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.attention.softmax import blocks
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class, is_causal_only
 from lrpe_fairseq.errors import ChoiceError
-from tests.test_every_encoding import ALGEBRAIC, CARRIED, FREE, GATED, SELECTIVE
+from tests.test_every_encoding import ALGEBRAIC, BY_CHANNEL, CARRIED, FREE, GATED, SELECTIVE
 
 WIDTH, HEADS, KV, D = 20, 4, 2, 8
 """The width of the layer is not H D."""
@@ -26,6 +26,7 @@ PAIRS = [
     for attention_type in ("linear", "softmax")
     if attention_type == "softmax" or encoding_class(name).serves_linear
 ]
+PAIRS += [(name, "linear") for name in BY_CHANNEL]
 SAME = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -129,7 +130,7 @@ def test_keys_of_a_group_are_equal_unless_the_encoding_says_that_it_treats_heads
         phases, _ = encoding.phases(x, None, None, {})
         keys = encoding.in_parts(k, k, *[at if phases is None else phases] * 2)[1]
     else:
-        keys = k  # score encodings leave them as they are
+        keys = encoding.widened(x, k, k, at)[1]
     transport, _ = encoding.transport(x, at, None, None, {})
     moved = [] if transport is None else [*transport]
     if encoding.has_states:

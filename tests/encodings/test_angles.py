@@ -3,6 +3,7 @@
 import copy
 import math
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def rounding(name):
 
 
 def inner(name):
-    for prefix in ("gated:", "path:", "selective:"):
+    for prefix in ("gated:", "gated-channel:", "path:", "selective:"):
         name = name.removeprefix(prefix)
     return name
 
@@ -437,3 +438,87 @@ def test_in_a_pattern_the_options_concern_the_layers_with_angles():
 
 def test_the_defaults_are_those_of_the_papers():
     assert AngleOptions() == AngleOptions(angle_floor="none", angle_parameter="plain")
+
+
+# --- a learning rate of their own -----------------------------------------------------------------
+
+
+def slow(name, scale, **more):
+    options = EncodingOptions(angle_lr_scale=scale, **more)
+    return build_encoding(name, D, HEADS, causal=True, options=options)
+
+
+def after_steps(encoding, optimizer, count=5):
+    """The angles after updates with gradients that do not depend on the angles."""
+    weight = torch.randn(len(encoding.core.angles), generator=torch.Generator().manual_seed(3))
+    for _ in range(count):
+        (encoding.core.angles * weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return encoding.core.angles.detach().double()
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+@pytest.mark.parametrize("name", LEARNED)
+def test_angles_with_a_rate_of_their_own_are_updated_as_a_group_of_parameters(name, scale):
+    plain, own = build_encoding(name, D, HEADS, causal=True), slow(name, scale)
+    start = plain.core.angles.detach().double()
+    torch.testing.assert_close(own.core.angles.detach(), start, rtol=2e-7, atol=0)
+    adam = partial(torch.optim.Adam, betas=(0.9, 0.98))
+    wanted = after_steps(plain, adam([plain.core.theta], 4e-3 * scale, eps=1e-12))
+    found = after_steps(own, adam([own.core.slow_theta], 4e-3, eps=1e-12))
+    torch.testing.assert_close(found - start, wanted - start, rtol=1e-3, atol=1e-6)
+    assert (found - start).abs().max() > 0.01 * scale
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_gradient_times_a_number_would_not_change_the_steps_of_adam(name):
+    """Why the option is no factor of the gradient."""
+    one, other = (build_encoding(name, D, HEADS, causal=True) for _ in range(2))
+    other.core.theta.register_hook(lambda grad: 0.1 * grad)
+    found = [
+        after_steps(e, torch.optim.Adam([e.core.theta], 4e-3, eps=1e-12)) for e in (one, other)
+    ]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("floor", ["none", "turn", "clip"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_checkpoint_holds_angles_in_radians_whatever_their_rate(name, floor):
+    length = {"context_length": L} if floor != "none" else {}
+    plain = encoding_of(name, floor)
+    with torch.no_grad():
+        plain.core.theta *= 1.5
+    saved = copy.deepcopy(plain.state_dict())
+    for scale in (0.1, 7.0):
+        own = slow(name, scale, angle_floor=floor, **length)
+        assert own.state_dict().keys() == saved.keys()
+        own.load_state_dict(copy.deepcopy(saved))
+        torch.testing.assert_close(
+            own.core.angles.detach(), plain.core.angles.detach().double(), rtol=2e-7, atol=0
+        )
+        again = encoding_of(name, floor)
+        again.load_state_dict(own.state_dict())
+        torch.testing.assert_close(again.core.angles, plain.core.angles, rtol=2e-7, atol=0)
+        (q, k) = example()
+        found = copy.deepcopy(own.half())(q, k, AT[:4].repeat(2)[:7], AT)
+        assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("rope", {"angle_lr_scale": 0.5}, "has fixed angles: leave out --angle-lr-scale"),
+        ("fox", {"angle_lr_scale": 0.5}, "does not support --angle-lr-scale, --angle-floor and"),
+        ("lrpe-type2", {"angle_lr_scale": 0.0}, "--angle-lr-scale must be above 0, not 0"),
+        (
+            "lrpe-type2",
+            {"angle_lr_scale": 0.5, "angle_parameter": "log"},
+            "--angle-lr-scale is for --angle-parameter plain",
+        ),
+    ],
+)
+def test_a_rate_that_no_angle_has_is_refused_in_one_sentence(name, options, sentence):
+    with pytest.raises(ChoiceError, match=sentence) as refused:
+        build_encoding(name, D, HEADS, causal=True, options=EncodingOptions(**options))
+    assert "\n" not in str(refused.value)

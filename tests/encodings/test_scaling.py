@@ -13,7 +13,13 @@ from lrpe_fairseq.attention.linear import linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.projected import feature_map
 from lrpe_fairseq.encodings import COMPOSED_NAMES, ENCODINGS, EncodingOptions, build_encoding
-from lrpe_fairseq.encodings.rotations.scaling import SCALINGS, YARN, RotationOptions, scaled
+from lrpe_fairseq.encodings.rotations.scaling import (
+    BY_TEXT,
+    SCALINGS,
+    YARN,
+    RotationOptions,
+    scaled,
+)
 from lrpe_fairseq.errors import ChoiceError
 
 ROTATING = {
@@ -23,7 +29,8 @@ ROTATING = {
 NAMES = (*ENCODINGS, *COMPOSED_NAMES)
 F, L, D, HEADS = 4.0, 128, 16, 2
 AT = torch.tensor([0, 1, 2, 9, 100, 5001])
-ON = [name for name in SCALINGS if name != "none"]
+ON = [name for name in SCALINGS if name not in ("none", *BY_TEXT)]
+"""tests/encodings/test_long_texts.py has those of the length of the text."""
 
 
 def encoding_of(name, scaling="none", factor=F, width=D, **options):
@@ -44,7 +51,12 @@ def example(dtype=torch.float64):
 
 
 def rotates(name):
-    inner = name.removeprefix("gated:").removeprefix("path:").removeprefix("selective:")
+    inner = (
+        name.removeprefix("gated-channel:")
+        .removeprefix("gated:")
+        .removeprefix("path:")
+        .removeprefix("selective:")
+    )
     return inner in ROTATING or (inner.startswith("lrpe:") and not inner.endswith("permutation"))
 
 
@@ -84,6 +96,9 @@ def formula(angles, scaling):
             found[i] = (1 - g) * w / F + g * w
         elif scaling == "yarn-printed":
             g = min(max((L * abs(w) / (2 * math.pi) - 1) / 31, 0), 1)
+            found[i] = (1 - g) * w / F + g * w
+        elif scaling == "llama3":
+            g = min(max((L * abs(w) / (2 * math.pi) - 1) / 3, 0), 1)
             found[i] = (1 - g) * w / F + g * w
     return found
 
@@ -349,7 +364,7 @@ def test_a_base_replaces_that_of_the_method():
         ({"rotation_fraction": 0.1}, "--rotation-fraction 0.1 leaves no pair of the 16 features"),
         (
             {"context_factor": 2.0},
-            "--context-factor needs --context-scaling linear, ntk, yarn, yarn-printed",
+            "--context-factor needs --context-scaling linear, ntk, yarn, yarn-printed, llama3",
         ),
         ({"context_scaling": "ntk", "context_factor": 0.5}, "must be at least 1, not 0.5"),
         ({"context_scaling": "yarn", "context_factor": 2.0}, "yarn needs --context-length"),

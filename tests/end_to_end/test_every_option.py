@@ -71,9 +71,16 @@ NEEDED = {  # options without which another one is refused
     "context_length": {"context_scaling": "yarn"},
     "yarn": {"context_length": 9},
     "yarn-printed": {"context_length": 9},
+    "llama3": {"context_length": 9},
+    "dynamic": {"context_length": 9},
+    "longrope": {"context_length": 9, "longrope_factors": "1,1,1,1,2,2,2,2"},
+    "longrope_factors": {"context_scaling": "longrope", "context_length": 9},
+    "proportional": {"rotation_fraction": 0.5},
+    "turns": {"context_length": 9},
     "turn": {"context_length": 9},
     "clip": {"context_length": 9},
     "log": {"position_encoding": "lrpe-type2"},
+    "angle_lr_scale": {"position_encoding": "lrpe-type2"},
     "grid_height": {"grid_width": 2},
     "position_grid": {"grid_width": 2, "position_encoding": "rope"},
 }
@@ -102,6 +109,8 @@ def allowed(own):
         return own.metadata["choices"]
     if kind_of(own) is bool:
         return (True, False)
+    if kind_of(own) is str:
+        return ("1,1,1,1,2,2,2,2", "1.0,1.5,2,3,4,5,6,7.25")
     low, above, high = (own.metadata[bound] for bound in ("least", "above", "most"))
     one = 1 if kind_of(own) is int else 0.5
     low = above + one if low is None and above is not None else low
@@ -116,6 +125,8 @@ def refused(own):
         return ("", "nonsense", 3)
     if kind_of(own) is bool:
         return ("", "maybe")
+    if kind_of(own) is str:
+        return ("1,2", "nonsense", "0,1,1,1,2,2,2,2", "-1,1,1,1,2,2,2,2", "nan" + ",1" * 7)
     low, above, high = (own.metadata[bound] for bound in ("least", "above", "most"))
     if kind_of(own) is int:
         assert low is not None
@@ -135,7 +146,7 @@ def cases(name):
 
 def needed_by(name, value):
     """The options without which ``value`` of an option is refused."""
-    by_value = name in ("context_scaling", "angle_floor", "angle_parameter")
+    by_value = name in ("context_scaling", "rotation_spectrum", "angle_floor", "angle_parameter")
     return NEEDED.get(value if by_value else name, {})
 
 

@@ -71,6 +71,9 @@ def check_option(own: Field, value: Any) -> None:
     elif own.type is bool:
         if not isinstance(value, bool):
             raise ChoiceError(f"{flag_of(own.name)} must be true or false, not {_shown(value)}")
+    elif own.type is str:
+        if not isinstance(value, str):
+            raise ChoiceError(f"{flag_of(own.name)} must be a text, not {_shown(value)}")
     elif value is not None or own.default is not None:
         bounds = {name: own.metadata.get(name) for name in ("least", "above", "most")}
         kind = Real if own.type is float else Integral
@@ -201,10 +204,10 @@ class EncodingOptions:
         self._check_length()
 
     def _check_length(self) -> None:
-        """Refuse a length of training that neither a scaling nor a floor of angles reads."""
+        """Refuse a length of training that no scaling, spectrum or floor of angles reads."""
         readers = (self.values.get(name, "none") for name in ("context_scaling", "angle_floor"))
-        length = self.values.get("context_length", 0)
-        if length and all(value == "none" for value in readers):
+        length, spectrum = (self.values.get(n) for n in ("context_length", "rotation_spectrum"))
+        if length and spectrum != "turns" and all(value == "none" for value in readers):
             raise ChoiceError(
                 f"--context-length {length} needs --context-scaling yarn or --angle-floor: choose "
                 "one of them, or leave --context-length out"

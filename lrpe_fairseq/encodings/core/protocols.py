@@ -101,6 +101,8 @@ class Encoding(Float32Module):
     serves_linear: bool = False
     """True if linear attention supports it: a decomposable encoding whose decay, if any, counts
     tokens."""
+    serves_softmax: bool = True
+    """False if softmax attention has no form of it: gates of single features."""
     properties: Properties = Properties()
     """What is promised about the scores; attention and models do not read it."""
     reads_grid: bool = False
@@ -129,6 +131,8 @@ class Encoding(Float32Module):
     rotations and refuses ``scaling.RotationOptions``."""
     angles: str = ""
     """"fixed" or "learned" for an encoding that takes ``angles.AngleOptions``; else empty."""
+    whole_texts: str = ""
+    """Why self-attention may read whole texts only, in one sentence; empty if it also decodes."""
     content_scale: float = 1.0
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""
@@ -190,7 +194,8 @@ class Encoding(Float32Module):
         """Return the logarithms of a decay that depends on the tokens, or None.
 
         x is the input of the layer, (B, T, C). The result is (B, H, T) float32, at
-        most 0. Attention multiplies by the exponential of its sum over t+1..s, and sets it to 0 at
+        most 0, or (B, H, T, D') for a decay of every encoded feature, which is for linear attention
+        only. Attention multiplies by the exponential of its sum over t+1..s, and sets it to 0 at
         padding. A constant decay comes on top.
         """
         return None if self.forget_gate is None else self.forget_gate(x)
@@ -368,6 +373,16 @@ class ScoreEncoding(Encoding):
     additive: ClassVar[bool] = True
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
     overrides :meth:`forward` or :meth:`weigh`."""
+
+    def widened(self, x: Tensor, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k with features that the method computes from the input of the layer.
+
+        Attention calls it before anything is scaled or stored, so that a state of decoding holds
+        the features of keys. They must not change q k^T. By default there are none.
+
+        Args: x: (B, T, C). q, k: (B, H, T, D). positions: int64 (T,) or (B, T).
+        """
+        return q, k
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

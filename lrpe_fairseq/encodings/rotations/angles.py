@@ -45,15 +45,28 @@ class AngleOptions:
         "LRPE with learned angles: theta itself (plain) or theta = exp(rho / 16) (log) is learned",
         choices=PARAMETERS,
     )
+    angle_lr_scale: float = option(
+        1.0,
+        "LRPE with learned angles: their learning rate under Adam, in units of that of the other "
+        "parameters",
+        above=0,
+    )
+
+    def __post_init__(self) -> None:
+        if self.angle_lr_scale != 1 and self.angle_parameter == "log":
+            raise ChoiceError(
+                "--angle-lr-scale is for --angle-parameter plain: a step of a logarithm is a share "
+                "of the angle already"
+            )
 
 
 class AngleFloor(nn.Module):
     """What ``--angle-floor`` does to the angles |theta| < 2 pi / L, with L tokens in training.
 
     "turn" fixes them at 0, in training and in evaluation. "clip" raises them to 2 pi / L at the
-    start; fixed angles stay there. The others are untouched: learned ones are learned freely and
-    may cross 2 pi / L. Which angles are below the floor is decided at the start and saved in the
-    checkpoint with L, so a model that is read with another length keeps them.
+    start; fixed angles stay there. The others are untouched, as is 0 by "clip": learned ones are
+    learned freely and may cross 2 pi / L. Which angles are below the floor is decided at the start
+    and saved in the checkpoint with L, so a model that is read with another length keeps them.
 
     Args:
         kind: "turn" or "clip". theta: the angles at the start, (E,) float64. length: L.
@@ -67,7 +80,8 @@ class AngleFloor(nn.Module):
                 f"--angle-floor {kind} needs --context-length, the tokens of a text in training"
             )
         self.kind = kind
-        self.register_buffer("turning", theta.abs() * length >= 2 * math.pi)
+        turning = theta.abs() * length >= 2 * math.pi
+        self.register_buffer("turning", turning | (theta == 0) if kind == "clip" else turning)
         self.register_buffer("length", torch.tensor(length, device="cpu"))
 
     def forward(self, theta: Tensor) -> Tensor:
@@ -110,6 +124,7 @@ class Logarithmic(nn.Module):
     """
 
     floor: AngleFloor | None
+    still: Tensor
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Register rho, a float32 parameter; angles fixed at 0 have a rho that is not read."""
@@ -124,7 +139,7 @@ class Logarithmic(nn.Module):
         """The angles without context scaling, (E,), float64 where the device has it."""
         rho = self.log_theta
         theta = (rho.to(exact_type(rho.device)) / KAPPA).exp()
-        return theta if self.floor is None else self.floor.still(theta)
+        return self.fixed_at_0(theta)
 
     @property
     def unscaled(self) -> Tensor:
@@ -132,14 +147,61 @@ class Logarithmic(nn.Module):
         return self.theta
 
 
+class Slow(nn.Module):
+    """Mixin of cores with learned angles: theta = c rho, c of ``--angle-lr-scale``.
+
+    An Adam step moves rho by about its rate, whatever the size of the gradient, and theta by c
+    times that: the angles have a learning rate of their own under any optimizer of Adam's kind, in
+    half precision too. A gradient that is multiplied by c would change nothing. It is the update
+    of a parameter group with c times the rate, with Adam's epsilon divided by c; a weight decay of
+    ``adam`` shrinks the angles as without the option.
+
+    Checkpoints hold ``theta``, in radians, so that they are read with any c.
+    """
+
+    options_of_angles: AngleOptions
+
+    def register_frequencies(self, theta: Tensor) -> None:
+        """Register rho, a float32 parameter."""
+        theta = theta if self.floor is None else self.floor(theta)
+        self.slow_theta = undecayed((theta / self.lr_scale).float())
+        self.cache = None
+        self.register_state_dict_post_hook(_as_theta)
+        self.register_load_state_dict_pre_hook(_from_theta)
+
+    @property
+    def lr_scale(self) -> float:
+        """c, a positive number."""
+        return self.options_of_angles.angle_lr_scale
+
+    @property
+    def theta(self) -> Tensor:
+        """The angles without context scaling, (E,), float64 where the device has it."""
+        rho = self.slow_theta
+        return rho.to(exact_type(rho.device)) * self.lr_scale
+
+
+def _as_theta(module: Slow, state: dict, prefix: str, local: object) -> None:
+    """Write the angles in radians into a checkpoint."""
+    rho = state.pop(f"{prefix}slow_theta")
+    state[f"{prefix}theta"] = (rho.double() * module.lr_scale).float()
+
+
+def _from_theta(module: Slow, state: dict, prefix: str, *rest: object) -> None:
+    """Read the angles of a checkpoint, in radians, as rho."""
+    theta = state.pop(f"{prefix}theta", None)
+    if theta is not None:
+        state[f"{prefix}slow_theta"] = (theta.double() / module.lr_scale).float()
+
+
 def _from_plain(module: Logarithmic, state: dict, prefix: str, *rest: object) -> None:
     """Replace ``theta`` of a checkpoint by its logarithm; see :class:`Logarithmic`."""
     theta = state.get(f"{prefix}theta")
     if theta is None:
         return
-    still = torch.zeros_like(theta, dtype=torch.bool)
+    still = module.still.to(theta.device)
     if module.floor is not None and module.floor.kind == "turn":
-        still = ~state.get(f"{prefix}floor.turning", ~still)
+        still = still | ~state.get(f"{prefix}floor.turning", ~still)
     if not (still | (theta > 0)).all():
         raise ChoiceError(
             "the checkpoint has learned angles that are not positive, which have no logarithm: "

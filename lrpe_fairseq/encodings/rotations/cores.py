@@ -20,11 +20,19 @@ from lrpe_fairseq.encodings.core.positions import (
     check_positions,
     constant,
     exact_type,
+    known_range,
     over_heads,
 )
-from lrpe_fairseq.encodings.rotations.angles import AngleFloor, AngleOptions, Logarithmic, floor_of
+from lrpe_fairseq.encodings.rotations.angles import (
+    AngleFloor,
+    AngleOptions,
+    Logarithmic,
+    Slow,
+    floor_of,
+)
 from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers, permute
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions, scaled
+from lrpe_fairseq.encodings.rotations.spectra import spectrum
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import is_plain, is_transformed
@@ -54,6 +62,8 @@ class Rotation(nn.Module):
     """"fixed" or "learned" angles; empty for a core without angles."""
     scales: ClassVar[str] = "angles"
     """What context scaling changes, in words; see ``Encoding.scales``."""
+    reads_length: ClassVar[bool] = True
+    """True if positions count tokens, so that angles may depend on the length of the text."""
 
     latex = (
         r"\Lambda^{(s)} = \mathrm{diag}_i\, R(s\, \alpha_i),\ \alpha_i = 10000^{-2i/D}"
@@ -64,10 +74,27 @@ class Rotation(nn.Module):
         self, spec: EncodingSpec, theta: Tensor | None = None, floored: bool = False
     ) -> None:
         super().__init__()
-        self.options, self.width = spec.options.of(RotationOptions), spec.head_dim
+        self.options = spec.options.of(RotationOptions)
+        self.options_of_angles = spec.options.of(AngleOptions)
+        self.width = spec.head_dim
+        if not self.reads_length:
+            self._refuse_lengths()
         theta = self.frequencies(spec) if theta is None else theta
+        self.register_buffer("still", theta == 0, persistent=False)
         self.floor: AngleFloor | None = floor_of(spec, theta) if floored else None
         self.register_frequencies(theta)
+        scaled(theta, self.options)  # raises for another number of factors
+
+    def _refuse_lengths(self) -> None:
+        """Refuse options that need positions in a text of known length."""
+        by_turns = self.options.rotation_spectrum == "turns"
+        if not (by_turns or self.options.by_text):
+            return
+        scaling = f"--context-scaling {self.options.context_scaling}"
+        raise ChoiceError(
+            f"{'--rotation-spectrum turns' if by_turns else scaling} needs angles of token "
+            "positions in a text: choose rope or an LRPE type with rotations"
+        )
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
         """Return the frequencies without context scaling, (E,) float64, radians per token.
@@ -87,8 +114,8 @@ class Rotation(nn.Module):
         return self.bands(width)
 
     def bands(self, width: int) -> Tensor:
-        """Return :func:`bands` with the base that the user chose, or that of the method."""
-        return bands(width, self.options.rotation_base or self.base)
+        """Return :func:`bands` with the base and the spectrum that the user chose."""
+        return self.options.start(bands(width, self.options.rotation_base or self.base))
 
     @property
     def turned(self) -> int:
@@ -97,20 +124,36 @@ class Rotation(nn.Module):
 
     @property
     def angles(self) -> Tensor:
-        """The angles per token after context scaling, (E,)."""
-        return scaled(self.unscaled, self.options)
+        """The angles per token after context scaling, (E,), in a text as long as in training."""
+        return self.angles_in(None)
+
+    def angles_in(self, length: int | None) -> Tensor:
+        """Return the angles per token in a text of ``length`` tokens, (E,); None: of L tokens."""
+        return scaled(self.unscaled, self.options, length)
 
     @property
     def unscaled(self) -> Tensor:
         """The angles per token before context scaling, (E,), with the floor."""
         return self.theta
 
+    def fixed_at_0(self, theta: Tensor) -> Tensor:
+        """Return learned angles (E,): 0, without a gradient, where spectrum or floor fix them."""
+        theta = theta if self.floor is None else self.floor.still(theta)
+        if self.options.rotation_spectrum == "partial":
+            return theta
+        return theta.masked_fill(self.still, 0.0)
+
     def register_frequencies(self, theta: Tensor) -> None:
         """Store fixed frequencies; casting or broadcasting a buffer would change them."""
         self.theta = theta
         self.cache = PositionCache()
+        if self.options.rotation_spectrum == "turns":
+            length = torch.tensor(self.options.context_length, device="cpu")
+            self.register_buffer("spectrum_length", length)
+            self.register_load_state_dict_post_hook(_apply_loaded_length)
         if self.floor is not None:
-            self.theta_without_floor, self.theta = theta, self.floor(theta)
+            self.theta_without_floor = theta
+            self.theta = self.floor(theta)
             self.register_load_state_dict_post_hook(_apply_loaded_floor)
 
     def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,14 +168,22 @@ class Rotation(nn.Module):
         return self.cache.get((positions, self.theta), dtype, compute)
 
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the result of :meth:`powers`."""
-        angles, device = self.angles, positions.device
+        """Compute the result of :meth:`powers`.
+
+        If angles depend on the length of the text, it is the last position + 1. In a batch with
+        padding it is that of the longest row, as in transformers.
+        """
+        length = length_of(positions) if self.options.by_text else None
+        angles = self.angles_in(length)
+        device = positions.device
         if positions.is_floating_point() and not angles.requires_grad:  # not cached
             angles = constant(tuple(angles.tolist()), exact_type(device), device)
         return phases(positions, angles, dtype)
 
     def in_kernel(self, device: torch.device) -> Angles | None:
         """Return that from which a GPU kernel computes Lambda; None if it needs :meth:`powers`."""
+        if self.options.by_text:
+            return None
         return Angles(constant(tuple(self.angles.tolist()), torch.float64, device))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
@@ -152,17 +203,17 @@ class LearnedRotation(Rotation):
 
     @property
     def unscaled(self) -> Tensor:
-        """The learned angles, (E,); those that a floor fixes at 0 have no gradient."""
-        return self.theta if self.floor is None else self.floor.still(self.theta)
+        """The learned angles, (E,); those that are fixed at 0 have no gradient."""
+        return self.fixed_at_0(self.theta)
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Register a float32 parameter. An edit through ``.data`` would not be seen by a cache."""
         self.theta = undecayed((theta if self.floor is None else self.floor(theta)).float())
         self.cache = None
 
-    def in_kernel(self, device: torch.device) -> Angles:
-        """Return the learned angles."""
-        return Angles(self.angles)
+    def in_kernel(self, device: torch.device) -> Angles | None:
+        """Return the learned angles, or None if they depend on the length of the text."""
+        return None if self.options.by_text else Angles(self.angles)
 
 
 class HalfRotation(Rotation):
@@ -177,7 +228,10 @@ class HalfRotation(Rotation):
     )
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
-        """Return the frequencies; below width 3 every feature would be rotated."""
+        """Return the frequencies.
+
+        Raises: ChoiceError below width 3, where every feature would be rotated.
+        """
         if spec.head_dim < 3:
             raise ChoiceError(
                 f"rotation-half needs a head width of at least 3, got {spec.head_dim}"
@@ -202,12 +256,11 @@ class Unitary(Rotation):
     def frequencies(self, spec: EncodingSpec) -> Tensor:
         """Return one frequency for each feature that turns, (E,) float64."""
         base = self.options.rotation_base or self.base
-        return bands(2 * self.options.turned(spec.head_dim), base**2)
+        return self.options.start(bands(2 * self.options.turned(spec.head_dim), base**2))
 
-    @property
-    def angles(self) -> Tensor:
-        """The angles per token after context scaling, (D,): 0 for features that do not turn."""
-        angles = super().angles
+    def angles_in(self, length: int | None) -> Tensor:
+        """Return the angles in a text of ``length`` tokens, (D,): 0 for features that are still."""
+        angles = super().angles_in(length)
         return F.pad(angles, (0, self.width - len(angles)))
 
     def forward(self, planes: Planes, turn: Tensor) -> Planes:
@@ -236,6 +289,21 @@ class LogRotation(Logarithmic, LearnedRotation):
 
 class LogUnitary(Logarithmic, LearnedUnitary):
     """:class:`LearnedUnitary` with ``--angle-parameter log``."""
+
+
+class SlowRotation(Slow, LearnedRotation):
+    """:class:`LearnedRotation` with ``--angle-lr-scale``."""
+
+
+class SlowUnitary(Slow, LearnedUnitary):
+    """:class:`LearnedUnitary` with ``--angle-lr-scale``."""
+
+
+def _apply_loaded_length(core: Rotation, keys: object) -> None:
+    """Compute fixed angles of the spectrum "turns" from the length in a checkpoint."""
+    given = core.options.rotation_spectrum, core.options.rotation_fraction
+    core.theta = spectrum(core.theta, *given, int(core.spectrum_length))
+    core.theta_without_floor = core.theta
 
 
 def _apply_loaded_floor(core: Rotation, keys: object) -> None:
@@ -276,6 +344,14 @@ def bands(width: int, base: float = BASE) -> Tensor:
     """Return base^(-2i/w), i = 0..w/2-1, float64, w the even part of ``width``."""
     pairs = width // 2
     return base ** (torch.arange(pairs, dtype=torch.float64, device="cpu") / -pairs)
+
+
+def length_of(positions: Tensor) -> int:
+    """Return the last position + 1, which attention knows if it has counted them."""
+    known = known_range(positions)
+    if known is not None:
+        return known[1] + 1
+    return int(positions.max()) + 1 if positions.numel() else 0
 
 
 def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
@@ -319,7 +395,9 @@ class _Phases(torch.autograd.Function):
     def backward(ctx, grad):
         s, phase, theta = ctx.saved_tensors
         exact = exact_type(phase.device)
-        turned, of_theta, of_s = (phase.conj() * grad).imag.to(exact), None, None
+        turned = (phase.conj() * grad).imag.to(exact)
+        of_theta = None
+        of_s = None
         if ctx.needs_input_grad[0]:
             of_theta = (s.to(exact) * turned).flatten(0, -2).sum(0).to(theta)
         if ctx.needs_input_grad[1]:
@@ -394,25 +472,34 @@ CORES = {
 LOGARITHMIC = {LearnedRotation: LogRotation, LearnedUnitary: LogUnitary}
 """The cores with learned angles -> those that learn the logarithms."""
 
+SLOW = {LearnedRotation: SlowRotation, LearnedUnitary: SlowUnitary}
+"""The cores with learned angles -> those with a learning rate of their own."""
+
 
 def build_core(name: str, spec: EncodingSpec) -> nn.Module:
     """Build the core ``name`` of :data:`CORES` with ``AngleOptions``.
 
     Raises: ChoiceError for a floor or logarithms of angles that the core does not have.
     """
-    kind, options = CORES[name], spec.options.of(AngleOptions)
+    kind = CORES[name]
+    options = spec.options.of(AngleOptions)
     if options == AngleOptions():
         return kind(spec)
     if not issubclass(kind, Rotation):
         raise ChoiceError(
-            f"Lambda {name!r} has no angles: leave out --angle-floor and --angle-parameter, or "
-            "choose rope or an LRPE type with rotations"
+            f"Lambda {name!r} has no angles: leave out --angle-lr-scale, --angle-floor and "
+            "--angle-parameter, or choose rope or an LRPE type with rotations"
         )
-    if options.angle_parameter == "log":
-        if kind not in LOGARITHMIC:
+    learned = {"--angle-parameter log": options.angle_parameter == "log"}
+    learned["--angle-lr-scale"] = options.angle_lr_scale != 1
+    for option, chosen in learned.items():
+        if chosen and kind not in LOGARITHMIC:
             raise ChoiceError(
-                f"Lambda {name!r} has fixed angles: leave out --angle-parameter log, or choose "
+                f"Lambda {name!r} has fixed angles: leave out {option}, or choose "
                 "lrpe-type2, lrpe-type3, lrpe-type6 or lrpe-tmlr-type1"
             )
+    if options.angle_parameter == "log":
         kind = LOGARITHMIC[kind]
+    elif options.angle_lr_scale != 1:
+        kind = SLOW[kind]
     return kind(spec, floored=True)

@@ -58,6 +58,7 @@ class LRPE(QueryKeyEncoding):
         self.turns = not isinstance(self.core, Permutation)
         self.scales = self.core.scales
         rotations = spec.options.of(RotationOptions)
+        self.whole_texts = rotations.by_text
         self.content_scale, self.feature_factors = self._factors(rotations.score_factor)
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"

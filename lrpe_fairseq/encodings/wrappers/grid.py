@@ -142,6 +142,8 @@ def _check(part: Encoding, name: str, grid: str) -> None:
         raise ChoiceError(refused + "its reflections follow the order of tokens")
     if part.has_states:
         raise ChoiceError(refused + "its states follow the order of tokens")
+    if part.whole_texts:
+        raise ChoiceError(refused + "its angles depend on the length of a text")
     if part.increments is not None:
         raise ChoiceError(refused + "its positions are summed from the text, without rows")
     if part.forget_gate is not None or part.log_decay() is not None:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.core.history import causal_filter
+from lrpe_fairseq.encodings.core.history import Earlier, causal_filter
 from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import undecayed
 from lrpe_fairseq.encodings.core.positions import exact_type
 from lrpe_fairseq.encodings.core.protocols import Card
 from lrpe_fairseq.encodings.rotations.cores import CORES, Rotation
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.conditions import without_autocast
 
@@ -46,7 +47,8 @@ class Increments(nn.Module):
 
     def __init__(self, spec: EncodingSpec, angles: int) -> None:
         super().__init__()
-        self.heads, width = spec.num_heads, spec.input_width
+        self.heads = spec.num_heads
+        width = spec.input_width
         if width % self.heads:
             raise ChoiceError(
                 f"selective encodings slice the input of width {width} into {self.heads} heads of "
@@ -79,8 +81,11 @@ class Increments(nn.Module):
             steps = steps.masked_fill(padding[:, None, :, None], 0.0)
         # float64: a phase of a long text has no bits to lose
         phases = steps.to(exact_type(x.device), memory_format=torch.contiguous_format).cumsum(2)
-        if "phases" in history:
-            phases = phases + history["phases"].unsqueeze(2)
+        before = history.get("phases")
+        if isinstance(before, Earlier):
+            before = before.total(phases[:, :, -1])
+        if before is not None:
+            phases = phases + before.unsqueeze(2)
         last = phases[:, :, -1] if x.shape[1] else history.get("phases", phases.sum(2))
         return phases, {"tail": tail, "phases": last}
 
@@ -108,6 +113,12 @@ def selective(spec: EncodingSpec, inner: Callable[[EncodingSpec], LRPE]) -> LRPE
     """
     encoding = inner(spec)
     encoding.keys_by_head = True
+    if encoding.whole_texts:
+        scaling = spec.options.of(RotationOptions).context_scaling
+        raise ChoiceError(
+            f"selective:<name> sums its positions from the text, whose length --context-scaling "
+            f"{scaling} does not know: use linear, ntk, yarn or llama3"
+        )
     encoding.increments = Increments(spec, encoding.core.angles.shape[-1])
     encoding.properties = replace(encoding.properties, contextual=True, reach=TAPS - 1)
     encoding.card = Card(

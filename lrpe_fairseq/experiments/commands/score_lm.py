@@ -10,6 +10,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, data_utils
 
 import lrpe_fairseq  # noqa: F401  registers the models
+from lrpe_fairseq.experiments.families.lm import FACTORS
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import first_shard, write_json
@@ -26,17 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("data", type=Path, help="a folder of data-prep")
     parser.add_argument("split")
     parser.add_argument("protocols", nargs="*", metavar="PROTOCOL")
+    parser.add_argument("--longrope-factors", default="", help="of protocols with longrope")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
-    metrics = score(options.checkpoint, options.data, options.split, options.protocols)
+    words = options.checkpoint, options.data, options.split, options.protocols
+    metrics = score(*words, options.longrope_factors)
     write_json(options.out, metrics)
 
 
 def score(
-    checkpoint: Path, data: Path, split: str, names: Sequence[str]
+    checkpoint: Path, data: Path, split: str, names: Sequence[str], factors: str = ""
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of every protocol of ``names``; the model is loaded once per scaling.
+
+    factors: ``longrope_factors`` of protocols with longrope; empty: those of the training.
 
     Raises: ValueError if the split is absent, a protocol does not fit, or the checkpoint is
         damaged, diverged or of another model, or ``documents`` does not list the documents.
@@ -44,6 +49,7 @@ def score(
     trained = checkpoints.options(checkpoints.require_model(checkpoint, "lrpe_lm"))
     home = first_shard(data)
     length = trained["task.tokens_per_sample"]
+    factors = factors or trained.get(FACTORS, "")
     dictionary = Dictionary.load(str(home / "dict.txt"))
     lines = data_utils.load_indexed_dataset(str(home / split), dictionary)
     if lines is None:
@@ -57,7 +63,8 @@ def score(
     # A scaling changes the model, so each one loads it again.
     for scaling in dict.fromkeys(name.partition("+")[2] for name in names):
         same_scaling = [name for name in names if name.partition("+")[2] == scaling]
-        overrides = {"data": str(home), **Protocol.parse(same_scaling[0]).overrides(length)}
+        protocol = Protocol.parse(same_scaling[0])
+        overrides = {"data": str(home), **protocol.overrides(length, factors)}
         (model,), _ = checkpoint_utils.load_model_ensemble([str(checkpoint)], overrides)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         metrics |= scoring.evaluate(model, text, dictionary.eos(), length, same_scaling, starts)

@@ -19,6 +19,7 @@ from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 PLAIN_TASK = "language_modeling"
+FACTORS = "model.longrope_factors"
 WITHOUT_EOS = ("pg19", "gutenberg")  # books: perplexity per word does not count line ends
 EVERYTHING = tuple((split, p) for split in ("valid", "test") for p in (BLOCKS, SLIDING))
 
@@ -77,7 +78,8 @@ def measure(
 ) -> Run:
     """Return ``metrics`` and ``protocol`` of a checkpoint.
 
-    options: of its training, by dotted key. folder: of the logs.
+    options: of its training, by dotted key; ``model.longrope_factors`` are those of protocols with
+        longrope. folder: of the logs.
     Raises: RunFailed if an evaluation fails or did not score every token.
     """
     metrics: Run = {}
@@ -93,7 +95,9 @@ def measure(
         # In one process: the model is loaded once for all lengths.
         if others := [name for name in names if name not in by_protocol]:
             out = folder / f"eval-{checkpoint.stem}-{split}-lengths.json"
-            measured = written_by(run, out, "score_lm", checkpoint, data, split, *others)
+            factors = options.get(FACTORS, "")
+            words = ("--longrope-factors", factors) if factors else ()
+            measured = written_by(run, out, "score_lm", checkpoint, data, split, *others, *words)
             by_protocol |= {n: _complete(n, measured[n], data, split, trained, out) for n in others}
         metrics[split] = {name: by_protocol[name] for name in names}
     sentences = {name: protocol.sentence(trained) for name, protocol in known.items()}
@@ -133,7 +137,7 @@ def evaluation_command(
     """
     tokens = options["task.tokens_per_sample"]
     parsed = Protocol.parse(protocol)
-    overrides = parsed.overrides(tokens)
+    overrides = parsed.overrides(tokens, options.get(FACTORS, ""))
     return [
         str(BIN / "fairseq-eval-lm"),
         relative(first_shard(data)),

@@ -15,7 +15,8 @@ others have a length of their own, in their names:
   span in place of the first 48. The spans are the same for every D.
 
 ``+SCALING-F`` after any of them scales the rotations of the model for the evaluation only:
-``blocks-512+yarn-4`` is ``--context-scaling yarn --context-factor 4``.
+``blocks-512+yarn-4`` is ``--context-scaling yarn --context-factor 4``. The factors of ``longrope``
+are those of the model, or those given to ``eval_lm``.
 """
 
 import itertools
@@ -42,9 +43,10 @@ Metrics = Mapping[str, float]
 FORMS = (
     "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L, documents-L, "
     "repeated-D, each also with context scaling by a factor F: +linear-F, +ntk-F, +yarn-F, "
-    "+yarn-printed-F"
+    "+yarn-printed-F, +llama3-F, +dynamic-F, +longrope-F"
 )
-SCALED = re.compile(r"(linear|ntk|yarn|yarn-printed)-([1-9]\d*(?:\.\d*[1-9])?)")
+NAMES = "linear|ntk|yarn|yarn-printed|llama3|dynamic|longrope"
+SCALED = re.compile(rf"({NAMES})-([1-9]\d*(?:\.\d*[1-9])?)")
 """What follows ``+`` in the name of a protocol with context scaling."""
 
 
@@ -95,13 +97,16 @@ class Protocol:
         """True if fairseq-eval-lm evaluates it, with the memory of models that have one."""
         return not self.length
 
-    def overrides(self, trained: int) -> dict[str, Any]:
+    def overrides(self, trained: int, factors: str = "") -> dict[str, Any]:
         """Return the options of the model that the protocol changes, by flat names.
 
-        trained: T, from which the context is scaled.
+        trained: T, from which the context is scaled. factors: ``longrope_factors``.
         """
+        if self.scaling == "none":
+            return {}
         context = {"scaling": self.scaling, "factor": self.factor, "length": trained}
-        return {} if self.scaling == "none" else {f"context_{k}": v for k, v in context.items()}
+        found = {f"context_{name}": value for name, value in context.items()}
+        return found | ({"longrope_factors": factors} if self.scaling == "longrope" else {})
 
     @property
     def is_paired(self) -> bool:

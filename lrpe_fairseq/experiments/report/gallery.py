@@ -35,7 +35,7 @@ VERSIONS = "results/versions"
 SHEET = "docs/encodings.png"
 FAMILY = "lrpe"
 """The entry of all types of LRPE."""
-WRAPPED = {"selective:<name>": "selective:rope"}
+WRAPPED = {"selective:<name>": "selective:rope", "gated-channel:<name>": "gated-channel:rope"}
 """Free forms with an entry of their own -> a name of which it is written."""
 MECHANISMS = {
     "none": "Without an encoding",
