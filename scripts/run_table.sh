@@ -3,7 +3,8 @@
 #
 #   scripts/run_table.sh <table> [--rows ROW …] [--columns TITLE …] [--attention linear|softmax]
 #                        [--datasets DATA …] [--seeds N] [--scale small|paper] [--jobs J] [--gpus G] [--from DIR]
-#                        [--minutes M] [--pack FILE.tar] [--dry-run] [--status]
+#                        [--precision fp32|fp16|bf16] [--minutes M] [--pack FILE.tar] [--dry-run] [--status]
+#                        [--estimate [--on v100x8]]
 #                        [--slurm [--partition P] [--time T] [--gpus-per-node G] [--nodes N]]
 #
 #   scripts/run_table.sh table2 --rows Base Type2 --seeds 2 --jobs 2

@@ -8,7 +8,7 @@
 # The options of this plugin: docs/fairseq.md and docs/encodings.md. fairseq's --help does not list them.
 #
 # N processes use N times --max-tokens per update: divide --update-freq by N to compensate.
-# A plain `torchrun fairseq-train` would start N unrelated trainings in one folder instead.
+# `torchrun fairseq-train ... --user-dir lrpe_fairseq` starts the same processes.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -d "$root/.venv/bin" ] && PATH="$root/.venv/bin:$PATH"

@@ -51,6 +51,22 @@ assert [b.tolist() for b in blocks] == [[5, 6, 2], [7, 2]]
 from fairseq.data import data_utils
 assert data_utils.np.fromiter((n for n in (1, 2)), data_utils.np.int).sum() == 3
 """),
+    "processes of torchrun on CPUs": ("AssertionError", """
+import os
+from fairseq.dataclass.configs import DistributedTrainingConfig
+from fairseq.distributed import utils
+given = dict(MASTER_ADDR="h", MASTER_PORT="1", WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")
+try:
+    os.environ.update(given)
+    config = DistributedTrainingConfig(distributed_world_size=1, tpu=False)
+    utils.infer_init_method(config)
+    assert config.distributed_init_method == "env://"
+    assert (config.distributed_world_size, config.distributed_rank) == (2, 1)
+    assert config.distributed_no_spawn
+finally:
+    for name in given:
+        del os.environ[name]
+"""),
     "dynamic crf": ("AttributeError", """
 import torch
 from fairseq.modules import DynamicCRF

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from lrpe_fairseq.experiments.report import frame
+from lrpe_fairseq.experiments.report.results import results_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
@@ -41,7 +41,7 @@ conf, explorer_data, make_site, staging = map(
 
 @pytest.fixture(scope="module")
 def results():
-    return frame.results(ROOT)
+    return results_of(ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,23 @@ def test_no_two_columns_of_a_table_have_one_name(lines):
         key = (line["table"], line["attention"], line["measure"], line["dataset"], line["scale"])
         columns.setdefault(key, set()).add(line["column"])
     assert {name: keys for name, keys in columns.items() if len(keys) > 1} == {}
+
+
+def test_what_the_explorer_shows_first_exists(lines):
+    script = (SITE / "static" / "explorer.js").read_text("utf-8")
+    table, attention, measure = re.search(
+        r'FIRST = {\s*table: "(.*?)", attention: "(.*?)", measure: "(.*?)"', script
+    ).groups()
+    wanted = {"table": table, "attention": attention, "measure": measure}
+    assert sum(wanted.items() <= line.items() for line in lines) > 20
+    group = re.search(r'FIRST_CURVES = "(.*?)"', script)[1].split("/")
+    curves = re.findall(r'"(.*?)"', re.search(r"FIRST_LINES = \[(.*?)\]", script, re.DOTALL)[1])
+    assert len(curves) >= 8
+    assert set(curves) <= {
+        f"{line['attention']}:{line['method']}"
+        for line in lines
+        if line["context"] and [line["table"], line["dataset"], line["scale"]] == group
+    }
 
 
 def test_a_table_links_its_page_if_there_is_one(data):

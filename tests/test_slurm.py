@@ -15,6 +15,8 @@ import sys
 import pytest
 import yaml
 
+from lrpe_fairseq.experiments.commands import finetune_glue
+from lrpe_fairseq.experiments.commands import run_table as run_table_command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.runner import slurm
@@ -276,8 +278,48 @@ def test_the_job_that_renders_the_tables_has_the_account_too(monkeypatch, tmp_pa
     monkeypatch.setattr(slurm, "require_sbatch", lambda: None)
     monkeypatch.setattr(slurm, "_sbatch", lambda options: submitted.append(list(options)) or "7")
     site = slurm.Site(partition="gpu", account="nlp", qos="long", gpus_per_node=4)
-    assert slurm.submit(tmp_path, "table2", ["table2"], [0, 2], site) == "7"
+    plan = slurm.planned(tmp_path, "table2", ["table2"], [0, 2], site)
+    assert slurm.submit(plan) == "7"
     for options in submitted:
         assert {"--partition=gpu", "--account=nlp", "--qos=long"} <= set(options)
     assert ["--gpus-per-node=4" in options for options in submitted] == [True, False]
     assert "report.render('table2')" in " ".join(shlex.split(submitted[1][-1]))
+
+
+DRY = ("--slurm", "--dry-run", "--seeds", "1")
+
+
+def test_a_dry_run_prints_the_jobs_and_how_each_run_divides_an_update(capsys):
+    given = ["table2", "--scale", "paper", "--rows", "RoPE", "--gpus-per-node", "4", *DRY]
+    assert run_table_command.main([*given, "--precision", "bf16"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("sbatch --array=0,1 --requeue ")
+    assert "--gpus-per-node=4" in said.splitlines()[0]
+    script = said[said.index("#!/usr/bin/env bash") :].partition("\nelement ")[0]
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    assert "--precision bf16" in script
+    assert "--dry-run" not in script
+    line = "table2/paper-bf16-RoPE-linear-seed1  4 of 4 processes, world size 4, update_freq [4]"
+    assert line in said
+    assert "2 of 2 runs; nothing was submitted" in said
+    assert not (ROOT / "runs" / "table2" / "slurm" / "job.sh").exists()
+
+
+def test_a_run_says_that_it_uses_fewer_gpus_than_it_gets(capsys):
+    given = ["table2", "--scale", "paper", "--rows", "RoPE", "--gpus-per-node", "7", *DRY]
+    assert run_table_command.main(given) == 0
+    assert "4 of 7 processes, world size 4, update_freq [4]" in capsys.readouterr().out
+
+
+def test_fine_tuning_is_planned_with_the_whole_path_of_its_checkpoint(
+    capsys, monkeypatch, tmp_path
+):
+    source = {"checkpoint": tmp_path / "best.pt", "label": "rope"}
+    source |= {"attention_type": "linear", "position_encoding": "rope"}
+    monkeypatch.setattr(finetune_glue, "source_of", lambda checkpoint: source)
+    monkeypatch.chdir(tmp_path)
+    assert finetune_glue.main(["best.pt", "CoLA", *DRY]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("sbatch --array=0,1,2,3 ")
+    assert f"finetune_glue {tmp_path / 'best.pt'} CoLA --seeds 1 --array-task" in said
+    assert "4 of 4 runs; nothing was submitted" in said

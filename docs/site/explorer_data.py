@@ -8,11 +8,12 @@ from collections.abc import Collection
 from typing import Any
 
 import pandas as pd
-from lrpe_fairseq.experiments.records.layout import Column, Table
-from lrpe_fairseq.experiments.report.frame import Results
+
+from lrpe_fairseq.experiments.records.tables import Column, Table
+from lrpe_fairseq.experiments.report.results import Results
 
 CELL = ["table", "scale", "dataset", "method", "row", "attention", "column"]
-"""Columns of the frame that name a cell."""
+"""Columns of ``Results.values`` that name a cell."""
 FIELDS = (
     "table", "scale", "dataset", "attention", "method", "measure", "column", "mean", "deviation",
     "seeds", "paper", "context",
@@ -37,7 +38,7 @@ def data(results: Results, pages: Collection[str] = ()) -> dict[str, Any]:
     pages: names of the site's pages; a table without one has an empty ``page``. Raises: ValueError
     for a mean that is not finite.
     """
-    cells = aggregated(results.frame)
+    cells = aggregated(results.values)
     shown = sorted(set(cells["table"]), key=list(results.tables).index)
     return {
         "fields": list(FIELDS),
@@ -50,12 +51,12 @@ def data(results: Results, pages: Collection[str] = ()) -> dict[str, Any]:
     }
 
 
-def aggregated(frame: pd.DataFrame) -> pd.DataFrame:
+def aggregated(values: pd.DataFrame) -> pd.DataFrame:
     """Return one line per cell: mean and deviation over its seeds, their number, and the paper's.
 
     The deviation of one seed and a missing published number are NaN.
     """
-    groups = frame.groupby(CELL, sort=False)
+    groups = values.groupby(CELL, sort=False)
     value = groups["value"]
     parts = {"mean": value.mean(), "deviation": value.std(), "seeds": value.size()}
     return pd.DataFrame({**parts, "paper": groups["paper"].first()}).reset_index()

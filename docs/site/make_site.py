@@ -16,7 +16,8 @@ sys.path.insert(0, str(HERE))
 
 import explorer_data  # noqa: E402
 import staging  # noqa: E402
-from lrpe_fairseq.experiments.report.frame import Results  # noqa: E402
+
+from lrpe_fairseq.experiments.report.results import Results  # noqa: E402
 
 NUMBERS = "results/results.csv.gz"
 """All measured numbers, which the explorer links."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_fairseq.attention import parallel
 from lrpe_fairseq.attention.linear import LinearState, attend_to_memory, summed_memory
 from lrpe_fairseq.attention.projected import (
     NOT_EXPORTED,
@@ -155,7 +156,8 @@ class CrossAttention(ProjectedAttention):
         return out.transpose(0, 1), weights
 
     def _reordered(self, state: CrossState, new_order: Tensor) -> CrossState:
-        memory, rows = state.memory, len(state.next_position)
+        memory = state.memory
+        rows = len(state.next_position)
         if isinstance(memory, EncodedMemory):
             # one row of positions serves every text until rows are selected
             memory = memory._replace(
@@ -197,7 +199,7 @@ class CrossAttention(ProjectedAttention):
         Returns: (B, T, C), the weights (B, H, T, S) before dropout or None, and the state.
         Under torch.compile it runs outside the compiled graph.
         Raises: ValueError for a tensor of another shape, dtype or device than it must have, and for
-            a state of another layer or batch.
+            a state of another layer or batch; in ``sequence_parallel``.
         """
         width = self.num_heads * self.head_dim
         check_tokens(x, query_padding_mask, positions, width=width, names=OF_QUERY)
@@ -207,7 +209,9 @@ class CrossAttention(ProjectedAttention):
         else:
             check_owner(state, CrossState, self.owner, x)
             # later calls read the state, and not the memory
-            before, past, source = state.next_position, state.memory, None
+            before = state.next_position
+            past = state.memory
+            source = None
         queries = tokens_of(x, query_padding_mask, before, positions)
         weights = None
         if self.attention_type == "linear":
@@ -225,6 +229,7 @@ class CrossAttention(ProjectedAttention):
         self, x: Tensor, memory: Tensor, padding: Tensor | None, positions: Tensor | None
     ) -> Tokens:
         """Return the tokens of a memory (B, S, C') that belongs to x (B, T, C)."""
+        parallel.check_outside("cross-attention")
         shape = len(x), None, self.memory_dim
         check_companion("memory", memory, REAL, "(B, S, C')", (shape,), x)
         check_tokens(memory, padding, positions, names=OF_MEMORY)

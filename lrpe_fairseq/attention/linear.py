@@ -594,6 +594,13 @@ def _decayed_sums(
     return out, denominator + later_denominator.flip(-1) - diagonal
 
 
+def divided(
+    numerator: Tensor, denominator: Tensor | None, dtype: torch.dtype, normalizer: str
+) -> Tensor:
+    """Return the quotient (B, H, T, E) in ``dtype``, as all forms of this module compute it."""
+    return _narrow(_divide(numerator, denominator), dtype, normalizer)
+
+
 def _divide(numerator: Tensor, denominator: Tensor | None) -> Tensor:
     if denominator is None:
         return numerator

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention import linear, softmax
+from lrpe_fairseq.attention import linear, parallel, softmax
 from lrpe_fairseq.attention.linear import (
     LinearState,
     linear_attention,
     linear_attention_block,
     linear_attention_window,
 )
+from lrpe_fairseq.attention.parallel import SplitSequence
 from lrpe_fairseq.attention.projected import (
     ATTENTION_TYPES,
     NOT_EXPORTED,
@@ -183,6 +184,7 @@ class MultiheadAttention(ProjectedAttention):
             starts: bool (B, T), true at every token that begins a document (causal only). A token
                 attends to its own document only; positions, gates and linear states start anew.
                 The first token of a text need not be marked. A Memory has documents of its own.
+        In ``parallel.sequence_parallel`` x is this process's part of a longer text.
         Under torch.compile it runs outside the compiled graph and warns once.
         Raises: ValueError for incompatible arguments, for a tensor of another shape, dtype or
             device than it must have, and for a state of another layer or batch.
@@ -196,14 +198,31 @@ class MultiheadAttention(ProjectedAttention):
             if positions is not None:
                 raise ValueError("explicit positions cannot be combined with a memory of segments")
             return self._after_memory(x, state), None
+        whole = state is None and not keep_state
+        window = self._narrowest(window, x.shape[1] if whole else None)
+        options = {"window": window, "one_sided": one_sided, "starts": starts}
+        if self._sequence is not None:
+            return self._attend_part(x, key_padding_mask, positions, options), None
+        return self._attend(x, key_padding_mask, state, keep_state, positions, options)
+
+    @property
+    def _sequence(self) -> SplitSequence | None:
+        """The text over several processes of which x is a part, or None."""
+        return self.given.sequence or parallel.current()
+
+    def _narrowest(self, window: int | None, length: int | None) -> int | None:
+        """Return the smaller of ``window`` and the module's own; None if it hides nothing.
+
+        length: of a whole text, or of this process's part of it; None after a state.
+        """
+        if self._sequence is not None:
+            length = sum(self._sequence.lengths(length))
         # of two windows the smaller one hides more
         window = checked_window(window, self.causal)
         if window is None or (self.window is not None and self.window < window):
             window = self.window
-        if window is not None and state is None and not keep_state and window >= x.shape[1]:
-            window = None  # it hides nothing
-        options = {"window": window, "one_sided": one_sided, "starts": starts}
-        return self._attend(x, key_padding_mask, state, keep_state, positions, options)
+        hides = window is not None and (length is None or window < length)
+        return window if hides else None
 
     def _check(
         self,
@@ -217,6 +236,8 @@ class MultiheadAttention(ProjectedAttention):
         """Refuse what does not belong to x, to this layer or to causal attention."""
         width = self.num_heads * self.head_dim
         check_tokens(x, key_padding_mask, positions, starts, width)
+        if self._sequence is not None:
+            parallel.check(self._sequence, x, self.causal, keep_state or state is not None)
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         pieces = keep_state or state is not None or starts is not None
@@ -269,8 +290,28 @@ class MultiheadAttention(ProjectedAttention):
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following, history, self.owner)
 
+    @outside_graphs
+    def _attend_part(
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        positions: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Compute :meth:`attend` of a part of a text over several processes, after its checks."""
+        sequence = self._sequence
+        with sequence.one_text():
+            tokens = self._of_text(x, sequence.tokens(x, padding, positions, **options))
+            attend = self._linear if self.attention_type == "linear" else self._softmax
+            out, _ = attend(x, tokens, sequence, True)
+        return self._project_out(out, x)
+
     def _linear(
-        self, x: Tensor, tokens: Tokens, past: LinearState | SoftmaxState | None, keep_state: bool
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        past: LinearState | SoftmaxState | SplitSequence | None,
+        keep_state: bool,
     ) -> tuple[Tensor, LinearState | SoftmaxState | None]:
         """Return the output (B, H, T, E), and the state after the block if it is kept."""
         if tokens.window is not None:
@@ -286,10 +327,12 @@ class MultiheadAttention(ProjectedAttention):
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
             return linear_attention(q, k, v, causal=self.causal, **options), None
+        if isinstance(past, SplitSequence):
+            return parallel.linear_attention_part(past, q, k, v, **options), None
         return linear_attention_block(q, k, v, state=past, **options)
 
     def _linear_window(
-        self, x: Tensor, tokens: Tokens, past: SoftmaxState | None, keep_state: bool
+        self, x: Tensor, tokens: Tokens, past: SoftmaxState | SplitSequence | None, keep_state: bool
     ) -> tuple[Tensor, SoftmaxState | None]:
         """Compute :meth:`_linear` with a window; the state holds the last keys of the window.
 
@@ -299,7 +342,9 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._project(x, tokens=tokens)
         content = [*feature_maps(q, k)] if self.normalizer == "content" else None
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
-        queries, keys, width = tokens, tokens, k.shape[-1]
+        queries = tokens
+        keys = tokens
+        width = k.shape[-1]
         # one state holds both kinds of keys, so that a window cuts them together
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
@@ -359,7 +404,8 @@ class MultiheadAttention(ProjectedAttention):
         The gates of x (B, T, C) are per token. A constant decay is (H,), except in a causal model
         with padding, if slots do not count as tokens do.
         """
-        constant, gates = self.encoding.log_decay(x.device), self._gates(x, padding)
+        constant = self.encoding.log_decay(x.device)
+        gates = self._gates(x, padding)
         if gates is not None:
             return gates if constant is None else gates + constant.unsqueeze(-1)
         if constant is None or padding is None or in_slots or not self.causal:
@@ -399,7 +445,7 @@ class MultiheadAttention(ProjectedAttention):
         self,
         x: Tensor,
         tokens: Tokens,
-        past: SoftmaxState | None,
+        past: SoftmaxState | SplitSequence | None,
         keep_state: bool,
         first: int = 0,
     ) -> tuple[Tensor, SoftmaxState | None]:
@@ -412,12 +458,14 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._with_states(x, tokens) if stated else self._encoded(x, tokens)
         queries = keys = tokens
         if first:  # the tokens of a memory are keys only
-            q, queries = q[:, :, first:], tokens.of(slice(first, None))
+            q = q[:, :, first:]
+            queries = tokens.of(slice(first, None))
             k = k if tokens.transport is None else _carried_before(k, tokens.transport, first)
         if keep_state:
             k, v, queries, keys, past = _remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
-        out = encoded_attention(self.encoding, q, k, v, queries, keys, **options)
+        with parallel.own_dropout(past, self._dropout, x):
+            out = encoded_attention(self.encoding, q, k, v, queries, keys, **options)
         if self.update is not None:
             out, means = out.split([self.head_dim, out.shape[-1] - self.head_dim], -1)
             self._read.append(means)
@@ -450,10 +498,13 @@ class MultiheadAttention(ProjectedAttention):
             self.given.states = self.update(*self._read, y.transpose(0, 1))
             self._read = []
 
-    def _with_gates(self, x: Tensor, tokens: Tokens, past: SoftmaxState | None) -> Tokens:
+    def _with_gates(
+        self, x: Tensor, tokens: Tokens, past: SoftmaxState | SplitSequence | None
+    ) -> Tokens:
         """Return the tokens of x (B, T, C) with sums of log gates continued from ``past``.
 
-        Those of single features are one after another, (B, H D', T).
+        Those of single features are one after another, (B, H D', T). In a part of a text they
+        begin at the part, until keys are gathered.
         """
         gates = self._gates(x, tokens.padding)
         if gates is None:
@@ -462,7 +513,8 @@ class MultiheadAttention(ProjectedAttention):
             gates = gates.mT.flatten(1, 2)
         # float64: differences of sums over a long text must be exact to float32
         sums = gates.double().cumsum(-1)
-        return tokens._replace(sums=sums if past is None else sums + past.sums[..., -1:])
+        continued = isinstance(past, SoftmaxState)
+        return tokens._replace(sums=sums + past.sums[..., -1:] if continued else sums)
 
     def _of_text(self, x: Tensor, tokens: Tokens) -> Tokens:
         """Add places and transport to the tokens of x (B, T, C); update their history in place."""
@@ -482,17 +534,22 @@ def _carried_before(k: Tensor, transport: Transport, first: int) -> Tensor:
 
 
 def _remembered(
-    k: Tensor, v: Tensor, tokens: Tokens, past: SoftmaxState | None
-) -> tuple[Tensor, Tensor, Tokens, Tokens, SoftmaxState]:
+    k: Tensor, v: Tensor, tokens: Tokens, past: SoftmaxState | SplitSequence | None
+) -> tuple[Tensor, Tensor, Tokens, Tokens, SoftmaxState | None]:
     """Return keys, values, the tokens of the queries and of the keys, and the state after a block.
 
-    k, v, tokens: of the block; its queries also see the past, in a window or whole.
+    k, v, tokens: of the block; its queries also see the past, in a window or whole. There is no
+    state after a part of a text over several processes.
     """
+    if isinstance(past, SplitSequence):
+        return *parallel.gathered(past, k, v, tokens), None
     if tokens.transport is not None:  # a key is rounded once, not at every token
         k = k.to(torch.promote_types(k.dtype, torch.float32))
     every = softmax.extend_state(past, softmax.state_of(k, v, tokens))
     after = softmax.carry(every, tokens.transport)
-    queries, keys, window = tokens, every.tokens, tokens.window
+    queries = tokens
+    keys = every.tokens
+    window = tokens.window
     # the tokens of a block are counted from its start, those of the state from that of the text
     if keys.counts is not None:
         queries = queries._replace(counts=keys.counts[..., -k.shape[2] :])

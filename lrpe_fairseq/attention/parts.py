@@ -49,7 +49,8 @@ class HeadNorm(nn.Module):
 
     def __init__(self, spec: EncodingSpec, eps: float) -> None:
         super().__init__()
-        self.heads, self.eps = spec.num_heads, eps
+        self.heads = spec.num_heads
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(spec.num_heads * spec.head_dim))
 
     def forward(self, x: Tensor) -> Tensor:

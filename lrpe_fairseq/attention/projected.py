@@ -35,6 +35,7 @@ class ProjectedAttention(nn.Module):
     """Base class of attention with H heads: everything before and after the sums over keys.
 
     The arguments and errors are those of :class:`.multihead.MultiheadAttention`.
+    Raises: ValueError for options given both by keyword and as ``options``.
     """
 
     kind: ClassVar[str]

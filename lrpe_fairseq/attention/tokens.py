@@ -5,7 +5,7 @@ Axes: B batch, H heads, T query time, S key time, N tokens, C width.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from lrpe_fairseq.encodings.core.companions import (
     check_companion,
 )
 from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.encodings.core.history import Earlier
 from lrpe_fairseq.encodings.core.positions import (
     Lags,
     PositionCache,
@@ -38,7 +39,8 @@ class Given:
     cross-attention. window: see :class:`Tokens`. one_sided: the padding of a row is all before or
     all after its tokens, as fairseq's batches have it. starts: bool (B, T), true at tokens that
     begin a document; None for one document. states: (B, H, T, D) of the encoding, after the layers
-    before this one; None for those of its start.
+    before this one; None for those of its start. sequence: a ``parallel.SplitSequence`` if x is a
+    part of a text over several processes.
     """
 
     positions: Tensor | None = None
@@ -48,6 +50,7 @@ class Given:
     one_sided: bool = False
     starts: Tensor | None = None
     states: Tensor | None = None
+    sequence: Any = None
 
 
 class Tokens(NamedTuple):
@@ -71,9 +74,9 @@ class Tokens(NamedTuple):
     first_slot: int | None = None
     """The index of the first token in its row, if lags of positions are known to equal lags of
     indices, that is, without padding between tokens; otherwise None."""
-    history: dict[str, Tensor] | None = None
+    history: dict[str, Tensor | Earlier] | None = None
     """State (B, ...) of causal filters and sums after the preceding text, replaced in place by the
-    state after these tokens. None: a whole text."""
+    state after these tokens. None: a whole text. An Earlier: tokens of other processes."""
     phases: Tensor | None = None
     """B H N E, float64: what the encoding reads instead of the positions; see
     :meth:`Encoding.phases`."""
@@ -172,7 +175,8 @@ def tokens_of(
         starts: bool (B, T); positions count from the last start on.
         more: further fields of :class:`Tokens`.
     """
-    length, device = x.shape[1], x.device
+    length = x.shape[1]
+    device = x.device
     if padding is None:
         counts = counted(length, device)
     else:
@@ -265,7 +269,8 @@ def visible_pairs(queries: Tokens, keys: Tokens, causal: bool) -> Tensor | None:
     In causal attention the queries are the last T keys. None: every query sees every key.
     """
     rows, columns = queries.positions.shape[-1], keys.positions.shape[-1]
-    window, by_slots = keys.window, window_is_in_slots(queries, keys)
+    window = keys.window
+    by_slots = window_is_in_slots(queries, keys)
     visible = None
     if (causal and rows > 1) or window is not None:
         pairs = torch.ones(rows, columns, dtype=torch.bool, device=keys.positions.device)

@@ -31,7 +31,8 @@ def scores_naive(q: Tensor, k: Tensor, transport: Transport) -> Tensor:
 
     Returns: (B, H, T, S), 0 for keys after the query.
     """
-    before, rows = k.shape[2] - q.shape[2], []
+    before = k.shape[2] - q.shape[2]
+    rows = []
     seen, new = k[:, :, :before], k[:, :, before:]
     for s in range(q.shape[2]):
         here = slice(s, s + 1)

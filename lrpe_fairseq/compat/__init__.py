@@ -64,6 +64,7 @@ from lrpe_fairseq.compat.option_text import evaluate_options_as_literals
 from lrpe_fairseq.compat.partial_scores import refuse_partial_scores
 from lrpe_fairseq.compat.processes import (
     gather_predictions,
+    join_the_processes_of_torchrun,
     leave_the_process_group,
     save_the_state_of_every_process,
 )
@@ -90,6 +91,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     measure_training_time_monotonically,
     join_byte_pieces,
     gather_predictions,
+    join_the_processes_of_torchrun,
     resume_where_the_data_were_left,
     resume_in_the_same_order,
     save_the_state_of_every_process,

@@ -47,6 +47,21 @@ def leave_the_process_group() -> None:
     atexit.register(_destroy_gloo_group)  # runs before the interpreter is torn down
 
 
+OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+"""What torchrun sets in the environment of every process."""
+
+
+def join_the_processes_of_torchrun() -> None:
+    """Let ``torchrun fairseq-train`` start one training in several processes, on CPUs too.
+
+    Break: fairseq reads the group that torchrun describes in the environment only where it sees
+    several GPUs, and divides by the number of GPUs. Processes on CPUs, or with one GPU each, train
+    unrelated models in one folder. The fix joins the group in every case, and chooses gloo and
+    ``legacy_ddp`` without GPUs; the update has the tokens of all processes.
+    """
+    replace_once(distributed_utils, "infer_init_method", _infer_from_torchrun)
+
+
 def refuse_unrelated_processes() -> None:
     """Stop if a launcher started several processes without a process group.
 
@@ -89,3 +104,18 @@ def _destroy_gloo_group() -> None:
     grouped = distributed.is_available() and distributed.is_initialized()
     if grouped and distributed.get_backend() == "gloo":
         distributed.destroy_process_group()
+
+
+def _infer_from_torchrun(original: Callable, cfg: Any, *args: Any, **kwargs: Any) -> None:
+    joined = all(name in os.environ for name in OF_TORCHRUN)
+    alone = not joined or int(os.environ["WORLD_SIZE"]) == 1
+    if alone or cfg.tpu or cfg.distributed_init_method is not None:
+        original(cfg, *args, **kwargs)
+        return
+    cfg.distributed_init_method = "env://"
+    cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
+    cfg.distributed_rank = int(os.environ["RANK"])
+    cfg.distributed_no_spawn = True
+    cfg.device_id = int(os.environ["LOCAL_RANK"]) if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        cfg.distributed_backend, cfg.ddp_backend = "gloo", "legacy_ddp"

@@ -160,7 +160,10 @@ def _wrapper(
     names = list(filter(accepts, ENCODINGS))
 
     def build(name: str) -> Constructor:
-        """Return the constructor of the wrapped encoding of this name."""
+        """Return the constructor of the wrapped encoding of this name.
+
+        Raises: ChoiceError for an encoding that cannot be wrapped.
+        """
         if not accepts(name):
             raise ChoiceError(f"{prefix}:{name}: {why.format(', '.join(names))}")
         return partial(wrap, inner=constructor_of(name))
@@ -317,7 +320,8 @@ def options_read_by(name: str) -> frozenset[str]:
 
     Raises: ChoiceError if the name is unknown.
     """
-    options, slices = _ReadOptions(), name.count("+") + 1
+    options = _ReadOptions()
+    slices = name.count("+") + 1
     encoding = build_encoding(name, max(8, 2 * slices), 1, causal=True, options=options)
     ignored = set() if encoding.scales else {RotationOptions}
     ignored |= set() if encoding.angles else {AngleOptions}  # every constructor reads both
@@ -345,7 +349,10 @@ def angles_of(name: str) -> str:
 
 
 def options_of_encodings() -> dict[str, Field]:
-    """Return the options of all encodings as {name: field}, in the order of their classes."""
+    """Return the options of all encodings as {name: field}, in the order of their classes.
+
+    Raises: TypeError for two options of one name, or one without a help text. This is a bug.
+    """
     options: dict[str, Field] = {}
     for kind in kinds_of_options():
         for field in fields(kind):
@@ -395,7 +402,8 @@ def build_encoding(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
             "for an encoder or cross-attention"
         )
-    spec, construct = EncodingSpec(head_dim, num_heads, causal, seed, options), constructor_of(name)
+    spec = EncodingSpec(head_dim, num_heads, causal, seed, options)
+    construct = constructor_of(name)
     flat = options.position_grid == "flat"
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
     if not encoding.angles and options.of(AngleOptions) != AngleOptions():

@@ -344,7 +344,8 @@ def _cache() -> Path:
         if not os.access(folder, os.W_OK | os.X_OK):
             reason = "is not writable"
     except (OSError, RuntimeError) as error:  # no home folder
-        folder, reason = "the cache folder", f"cannot be used ({error})"
+        folder = "the cache folder"
+        reason = f"cannot be used ({error})"
     if not reason:
         return folder
     elsewhere = _temporary_folder()
@@ -414,9 +415,10 @@ def _call(library: ctypes.CDLL) -> type[ctypes.Structure]:
     return type("Call", (ctypes.Structure,), fields)
 
 
-def view(x: Tensor | None) -> View:
-    """Return the C++ view of a tensor (B, H, T, .) or (B, H, T), without data for None."""
-    return View() if x is None else View(x.data_ptr(), *x.stride()[:3])
+def set_views(call: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
+    """Set fields of a ``Call`` to views of tensors (B, H, T, .) or (B, H, T); None has no data."""
+    for name, x in tensors.items():
+        setattr(call, name, View() if x is None else View(x.data_ptr(), *x.stride()[:3]))
 
 
 def pointer(x: Tensor | None) -> int | None:

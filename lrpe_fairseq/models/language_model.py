@@ -31,6 +31,12 @@ from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.presets import defaults
 from lrpe_fairseq.models.pruning import Prunable, keep_patterns
 from lrpe_fairseq.models.segment_memory import Segment, SegmentMemory, memories, with_documents
+from lrpe_fairseq.models.split_text import (
+    check_split,
+    split_modules,
+    split_steps,
+    whole_text,
+)
 from lrpe_fairseq.patterns import over_layers
 
 
@@ -74,6 +80,9 @@ class SegmentDecoder(Decoder):
             # positions start anew in every document, also those of absolute embeddings
             embed = self.embed_positions
             embed.forward = partial(_embed_restarted, embed.forward, dictionary, self.boundary)
+        self.whole: Tensor | None = None  # the tokens of a text that processes share
+        if check_split(args) > 1:
+            split_modules(self)
 
     def forward(
         self,
@@ -113,14 +122,16 @@ class SegmentDecoder(Decoder):
         incremental_state: dict | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict]:
-        """Compute features; documents begin at the symbol of ``--document-boundary``."""
-        if self.boundary is not None:
-            starts = prev_output_tokens.eq(self.boundary)
-            # a decoding step computes the last token only
-            self.given.starts = starts if incremental_state is None else starts[:, -1:]
-        return super().extract_features(
-            prev_output_tokens, encoder_out, incremental_state, **keywords
-        )
+        """Compute features; documents begin at the symbol of ``--document-boundary``.
+
+        Of a text that processes share, they are those of this rank's part.
+        """
+        with whole_text(self, prev_output_tokens) as tokens:
+            if self.boundary is not None:
+                starts = tokens.eq(self.boundary)
+                # a decoding step computes the last token only
+                self.given.starts = starts if incremental_state is None else starts[:, -1:]
+            return super().extract_features(tokens, encoder_out, incremental_state, **keywords)
 
 
 @defaults(decoder_normalize_before=True, share_decoder_input_output_embed=True)
@@ -138,6 +149,11 @@ class LRPELanguageModelConfig(TransformerLanguageModelConfig, AttentionOptions):
         None,
         "symbol of the dictionary, such as </s>, that is the first input of a document: a token "
         "attends to its own document only, in which positions, gates and states start anew",
+    )
+    sequence_parallel: int = option(
+        1,
+        "number of processes that share the tokens of every text in training: a model with long "
+        "texts fits where one device has too little memory; the processes are N or a multiple",
     )
 
 
@@ -170,6 +186,7 @@ class LRPELanguageModel(BooleanFlags, Prunable, TransformerLanguageModel):
             args.share_decoder_input_output_embed = False  # their shapes differ
         with one_sentence_errors():
             check_memory(args)
+            ranks = check_split(args)
             check_language_model(args)
             keep_patterns(args, args.decoder_layers, args.decoder_layers_to_keep)
         layers = args.decoder_layers
@@ -180,6 +197,7 @@ class LRPELanguageModel(BooleanFlags, Prunable, TransformerLanguageModel):
             args.decoder_layers = args.decoder_layers or layers
             decoder = SegmentDecoder(args, shell.dictionary, shell.embed_tokens)
             share_across_layers(decoder)
+        split_steps(task, ranks)
         return cls(decoder)
 
 

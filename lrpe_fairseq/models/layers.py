@@ -247,7 +247,7 @@ def _noises(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if hasattr(part, "drawn")]
 
 
-OF_PASS = ("positions", "memory_positions", "query_padding", "starts", "drawn")
+OF_PASS = ("positions", "memory_positions", "query_padding", "starts", "drawn", "sequence")
 """Attributes of :class:`Given` and of shared noise that belong to one forward pass."""
 
 

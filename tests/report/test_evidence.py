@@ -156,14 +156,19 @@ def test_the_places_of_lrpe_against_rope_exist():
     tables = {table.name: table for table in load_tables(ROOT / "configs" / "tables")}
     for place in evidence.PLACES:
         table = tables[place.table].at(place.scale)
-        for attention, _, ours, other in place.pairs:
+        for pair in place.pairs:
             for key in filter(None, place.columns):
-                column = table.column(f"{attention}-{key}")
-                assert table.row(ours).has(column)
-                assert table.row(other).has(column)
-    for _, columns in evidence.LADDERS:
-        for name, scale, key, _ in columns:
-            assert tables[name].at(scale).column(key.format(attention="softmax"))
+                column = table.column(f"{pair.attention}-{key}")
+                assert table.row(pair.lrpe).has(column)
+                assert table.row(pair.rope).has(column)
+
+
+def test_the_columns_of_the_ladders_exist():
+    tables = {table.name: table for table in load_tables(ROOT / "configs" / "tables")}
+    for budgets in evidence.LADDERS.values():
+        for budget in budgets:
+            table = tables[budget.table].at(budget.scale)
+            assert table.column(budget.column.format(attention="softmax"))
 
 
 # --- selections ----------------------------------------------------------------------------------

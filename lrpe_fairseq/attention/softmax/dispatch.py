@@ -111,7 +111,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call:
     # torch's causal flag aligns the first query with the first key, which is ours for squares only
     if keys.unmasked and (square or not call.causal):
         return fused_attention(q, k, v, is_causal=call.causal, **options)
-    return softmax_attention(q, k, v, visible=visible_pairs(queries, keys, call.causal), **options)
+    out = softmax_attention(q, k, v, visible=visible_pairs(queries, keys, call.causal), **options)
+    if keys.unmasked and q.stride(2) > q.stride(0):  # stored as by the kernel for equal lengths
+        return out.movedim(2, 0).contiguous().movedim(0, 2)
+    return out
 
 
 def _flash(

@@ -150,7 +150,8 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         pairs = zip(past.parts, new.parts, strict=True)
         return after.with_parts(map(torch.cat, pairs, KVBuffer.AXES))
     seen, more = past.keys.shape[2], new.keys.shape[2]
-    buffer, first = past.buffer, past.first
+    buffer = past.buffer
+    first = past.first
     in_buffer = buffer is not None and buffer.has(past.keys, first)
     # an older state, whose next tokens another one has written, is copied to a buffer of its own
     if not in_buffer or not buffer.fits(first + seen, more):

@@ -41,9 +41,10 @@ def check_companion(
     Raises: ValueError, in one sentence.
     """
     if isinstance(tensor, Tensor):
-        shape, dtypes = tensor.shape, kind.dtypes
+        shape = tensor.shape
+        dtypes = kind.dtypes
         # most shapes are without None, and equal to one of them
-        fits = shape in shapes or any(_fits(shape, wanted) for wanted in shapes)
+        fits = shape in shapes or _fits(shape, shapes)
         known = tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes
         if fits and known and tensor.device == x.device:
             return tensor
@@ -56,14 +57,18 @@ def check_companion(
     )
 
 
-def _fits(shape: torch.Size, wanted: Shape) -> bool:
-    if len(shape) != len(wanted):
-        return False
-    # a loop: a generator would take twice as long, in every call of attention
-    for size, n in zip(shape, wanted, strict=True):  # noqa: SIM110
-        if n is not None and size != n:
-            return False
-    return True
+def _fits(shape: torch.Size, shapes: tuple[Shape, ...]) -> bool:
+    """True if a shape is one of ``shapes``."""
+    # loops: generators would take twice as long, in every call of attention
+    for wanted in shapes:
+        if len(shape) != len(wanted):
+            continue
+        for size, n in zip(shape, wanted, strict=True):
+            if n is not None and size != n:
+                break
+        else:
+            return True
+    return False
 
 
 def _words(shape: Shape) -> str:

@@ -7,13 +7,25 @@ import torch
 from torch import Tensor
 
 
+class Earlier:
+    """Tokens before a piece that another process holds; in place of tensors of a history."""
+
+    def tail(self, x: Tensor, count: int, padding: Tensor | None, starts: Tensor | None) -> Tensor:
+        """Return the last ``count`` real tokens before x (B, T, C); see :func:`history`."""
+        raise NotImplementedError
+
+    def total(self, last: Tensor) -> Tensor:
+        """Return a sum over all earlier tokens, given that over the tokens of this piece."""
+        raise NotImplementedError
+
+
 def history(
     x: Tensor,
     count: int,
     *,
     padding: Tensor | None = None,
     starts: Tensor | None = None,
-    tail: Tensor | None = None,
+    tail: Tensor | Earlier | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the ``count`` = n real tokens before each token, and the tail for the next piece.
 
@@ -22,11 +34,13 @@ def history(
         padding: bool (B, T), true at padding, which may be anywhere and is skipped; None: none.
         starts: bool (B, T), true at tokens that begin a document; None: x continues one document.
         tail: the tail that the previous piece returned, (B, n, C); None at the start of a text.
-            Beam search selects its rows.
+            Beam search selects its rows. Or an :class:`Earlier`.
     Returns: [x_(t-1), ..., x_(t-n)], (B, T, C) each, 0 before the start of the document, and the
         last n tokens of the last document, oldest first. Values at padding have no meaning.
     """
     order = None
+    if isinstance(tail, Earlier):
+        tail = tail.tail(x, count, padding, starts)
     # padding may stand anywhere: real tokens are brought together, filtered, and put back
     if padding is not None:
         padding = padding.bool()
@@ -60,7 +74,7 @@ def causal_filter(
     *,
     padding: Tensor | None = None,
     starts: Tensor | None = None,
-    tail: Tensor | None = None,
+    tail: Tensor | Earlier | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute y_t = sum_j weight_j x_(t-j), j = 0..n, per feature over real tokens.
 

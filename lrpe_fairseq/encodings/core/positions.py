@@ -108,7 +108,8 @@ class PositionCache:
     """
 
     def __init__(self, size: int = 1) -> None:
-        self._size, self._entries = size, ()
+        self._size = size
+        self._entries = ()
 
     def get(
         self, sources: Tensor | tuple[Tensor, ...], key: Any, compute: Callable[[], Any]

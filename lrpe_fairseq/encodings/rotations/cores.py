@@ -74,8 +74,9 @@ class Rotation(nn.Module):
         self, spec: EncodingSpec, theta: Tensor | None = None, floored: bool = False
     ) -> None:
         super().__init__()
-        self.options, self.width = spec.options.of(RotationOptions), spec.head_dim
+        self.options = spec.options.of(RotationOptions)
         self.options_of_angles = spec.options.of(AngleOptions)
+        self.width = spec.head_dim
         if not self.reads_length:
             self._refuse_lengths()
         theta = self.frequencies(spec) if theta is None else theta
@@ -151,7 +152,8 @@ class Rotation(nn.Module):
             self.register_buffer("spectrum_length", length)
             self.register_load_state_dict_post_hook(_apply_loaded_length)
         if self.floor is not None:
-            self.theta_without_floor, self.theta = theta, self.floor(theta)
+            self.theta_without_floor = theta
+            self.theta = self.floor(theta)
             self.register_load_state_dict_post_hook(_apply_loaded_floor)
 
     def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -172,7 +174,8 @@ class Rotation(nn.Module):
         padding it is that of the longest row, as in transformers.
         """
         length = length_of(positions) if self.options.by_text else None
-        angles, device = self.angles_in(length), positions.device
+        angles = self.angles_in(length)
+        device = positions.device
         if positions.is_floating_point() and not angles.requires_grad:  # not cached
             angles = constant(tuple(angles.tolist()), exact_type(device), device)
         return phases(positions, angles, dtype)
@@ -225,7 +228,10 @@ class HalfRotation(Rotation):
     )
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
-        """Return the frequencies; below width 3 every feature would be rotated."""
+        """Return the frequencies.
+
+        Raises: ChoiceError below width 3, where every feature would be rotated.
+        """
         if spec.head_dim < 3:
             raise ChoiceError(
                 f"rotation-half needs a head width of at least 3, got {spec.head_dim}"
@@ -393,7 +399,9 @@ class _Phases(torch.autograd.Function):
     def backward(ctx, grad):
         s, phase, theta = ctx.saved_tensors
         exact = exact_type(phase.device)
-        turned, of_theta, of_s = (phase.conj() * grad).imag.to(exact), None, None
+        turned = (phase.conj() * grad).imag.to(exact)
+        of_theta = None
+        of_s = None
         if ctx.needs_input_grad[0]:
             of_theta = (s.to(exact) * turned).flatten(0, -2).sum(0).to(theta)
         if ctx.needs_input_grad[1]:
@@ -477,7 +485,8 @@ def build_core(name: str, spec: EncodingSpec) -> nn.Module:
 
     Raises: ChoiceError for a floor or logarithms of angles that the core does not have.
     """
-    kind, options = CORES[name], spec.options.of(AngleOptions)
+    kind = CORES[name]
+    options = spec.options.of(AngleOptions)
     if options == AngleOptions():
         return kind(spec)
     if not issubclass(kind, Rotation):

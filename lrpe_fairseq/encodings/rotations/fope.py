@@ -90,7 +90,10 @@ class FourierSeries(Rotation):
             self.register_load_state_dict_pre_hook(_cut)
 
     def frequencies(self, spec: EncodingSpec) -> Tensor:
-        """Return RoPE's scaled frequencies that are at least 2 pi / N, (M,) float64."""
+        """Return RoPE's scaled frequencies that are at least 2 pi / N, (M,) float64.
+
+        Raises: ChoiceError if none remains.
+        """
         theta = scaled(super().frequencies(spec), self.options)
         length = spec.options.of(FoPEOptions).fope_length
         theta = theta[theta >= 2 * math.pi / max(length, 1)]
@@ -129,7 +132,8 @@ def _draw(spec: EncodingSpec, count: int, sigma: float) -> Tensor:
     """Return the coefficients a and b, (2, H, M, M) float32, of input i and output j."""
     if sigma < 0:
         raise ChoiceError(f"sigma of fope cannot be negative, got {sigma}")
-    generator, shape = spec.generator("fope"), (2, spec.num_heads, count, count)
+    generator = spec.generator("fope")
+    shape = (2, spec.num_heads, count, count)
     noise = torch.randn(shape, generator=generator, device="cpu")
     deviation = sigma * math.sqrt(2 / (count * (count + spec.num_heads)))
     return torch.eye(count, device="cpu") + noise * deviation

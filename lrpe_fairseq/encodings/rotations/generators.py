@@ -160,7 +160,8 @@ class _Canonical(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, skew, values, basis):
-        p, theta = as_real_map(basis, skew.dtype), -values
+        p = as_real_map(basis, skew.dtype)
+        theta = -values
         ctx.save_for_backward(p, theta)
         return p, theta
 
@@ -222,7 +223,8 @@ class Spectrum:
     def entry(self, skew: Tensor, source: Tensor | None = None) -> Eigen:
         """Return the eigenbasis for A; see :data:`Find`. source: the parameter of which A is a
         function; None if there is none."""
-        entry, version = self._entry, None if skew.requires_grad else _version(source)
+        entry = self._entry
+        version = None if skew.requires_grad else _version(source)
         if entry is not None and entry.skew.device == skew.device:
             if version is None or reads_are_free(skew):
                 if torch.equal(entry.skew, skew):
@@ -267,7 +269,8 @@ class _Turn(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return *gradients_of(definition, (x, skew, amounts), needs[:3], (grad,)), None
-        weight, phase = as_real_map(basis, x.dtype), _phases(values, amounts, x.dtype)
+        weight = as_real_map(basis, x.dtype)
+        phase = _phases(values, amounts, x.dtype)
         h = _into(grad.contiguous(), weight)
         b = phase.conj() * h
         grad_x = _out_of(b, weight) if needs[0] else None
@@ -307,7 +310,8 @@ def halved(values: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, bool]:
     eigenvalue is so close to 0 that its vector is not exactly orthogonal to the conjugate one.
     """
     pairs, odd = divmod(values.shape[-1], 2)
-    upper, vectors = values[..., -pairs:], basis[..., -pairs:] * math.sqrt(2)
+    upper = values[..., -pairs:]
+    vectors = basis[..., -pairs:] * math.sqrt(2)
     far = torch.cat([upper[..., :1], upper.diff()], -1) > SEPARATE * upper[..., -1:]
     separate, distinct = torch.stack([far[..., :1].all(), far.all()]).tolist()  # one host read
     if not separate:

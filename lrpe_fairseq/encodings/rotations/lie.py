@@ -183,7 +183,8 @@ class LieRE(BlockRotation):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__(spec)
-        size, generator = self.block * (self.block - 1) // 2, spec.generator("liere")
+        size = self.block * (self.block - 1) // 2
+        generator = spec.generator("liere")
         shape = self.axes, spec.num_heads, self.blocks, size
         if self.axes == 1:
             start = line_start(spec.num_heads, self.blocks, self.block)[..., *triangle(self.block)]

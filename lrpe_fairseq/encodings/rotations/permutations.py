@@ -44,7 +44,8 @@ class CyclicPowers:
         if not may_read_values(permutation):
             return cycles_of(permutation)
         version = -1 if permutation.is_inference() else permutation._version  # none in inference
-        known, mark = self._known, (version, permutation.data_ptr())
+        known = self._known
+        mark = (version, permutation.data_ptr())
         if known is not None and known[0] is permutation and known[1] == mark:
             return known[2]
         with torch.inference_mode(False):  # cached cycles must be usable in training

@@ -117,7 +117,8 @@ class AxialRotation(Rotation):
 
     def in_kernel(self, device: torch.device) -> Angles:
         """Return the angles; each pair has one of 0 for the axis that does not turn it."""
-        theta, still = tuple(self.angles.tolist()), (0.0,) * len(self.theta)
+        theta = tuple(self.angles.tolist())
+        still = (0.0,) * len(self.theta)
         of_axis = (theta + still, still + theta)
         return Angles(*(constant(x, torch.float64, device) for x in of_axis), self.grid_width)
 

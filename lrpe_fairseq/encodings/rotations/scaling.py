@@ -183,7 +183,8 @@ def scaled(theta: Tensor, options: RotationOptions, length: int | None = None) -
     Trap: a learned angle is scaled in every call and keeps its value in the checkpoint.
     Raises: ChoiceError if there are not 2 E factors for longrope.
     """
-    kind, f = options.context_scaling, options.context_factor
+    kind = options.context_scaling
+    f = options.context_factor
     if kind == "none":
         return theta
     theta, most = theta.to(exact_type(theta.device)), options.context_length

@@ -26,6 +26,7 @@ from lrpe_fairseq.encodings.core.positions import (
     known_range,
 )
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, QueryKeyEncoding
+from lrpe_fairseq.encodings.core.randomness import noise_rank
 
 MOST = 2**16
 """Sines, and realizations, at most."""
@@ -189,7 +190,8 @@ class SPE(QueryKeyEncoding):
         self.code = SineCode(spec, self.realizations)
         self.gate = None
         if options.spe_gated:
-            generator, shape = spec.generator("spe-gate"), (spec.num_heads, spec.head_dim)
+            generator = spec.generator("spe-gate")
+            shape = (spec.num_heads, spec.head_dim)
             self.gate = nn.Parameter(torch.randn(shape, generator=generator, device="cpu"))
             eps = torch.randn(*shape, self.realizations, generator=generator, device="cpu")
             self.register_buffer("gate_noise", eps)
@@ -204,7 +206,8 @@ class SPE(QueryKeyEncoding):
 
     def share_with(self, owner: "SPE") -> None:
         """Use the code and noise of ``owner``. Each layer keeps a separate gate."""
-        self.code, self._draws = owner.code, False
+        self.code = owner.code
+        self._draws = False
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -275,9 +278,9 @@ def noise_like(x: Tensor) -> Tensor:
     fairseq seeds the global generators of all processes alike at every update. So only the first
     process draws from them, as one alone does. Every other process seeds a generator of its own
     with a number drawn from them plus its rank, so that a resumed training draws the same again.
+    Processes that hold parts of one text draw the same.
     """
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if group else 0
+    rank = noise_rank()
     if rank == 0:
         return torch.randn_like(x)
     seed = int(torch.randint(2**62, (), device="cpu")) + rank
@@ -298,9 +301,11 @@ class Rows(NamedTuple):
 
 def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
     """Return distinct positions (N,) that include all of int64 (B, T), and their indices."""
-    known, device = known_range(positions), positions.device
+    known = known_range(positions)
+    device = positions.device
     if known is not None:  # some of them may be absent
-        index, count = positions - known[0], known[1] - known[0] + 1
+        index = positions - known[0]
+        count = known[1] - known[0] + 1
         order = index.argsort(1) if count == positions.shape[1] else None
         return counted(known[1] + 1, device, known[0]), Rows(index, order)
     distinct, index = positions.unique(return_inverse=True)

@@ -31,7 +31,9 @@ class StateUpdate(Float32Module):
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
-        heads, size, generator = spec.num_heads, 4 * spec.num_heads, spec.generator("tape")
+        heads = spec.num_heads
+        size = 4 * spec.num_heads
+        generator = spec.generator("tape")
         self.diagonal = DIAGONAL in spec.options.fidelity
         self.mix = nn.Parameter(torch.zeros(heads, heads))
         self.up = nn.Parameter(torch.zeros(size, heads))

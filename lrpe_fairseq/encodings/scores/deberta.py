@@ -46,7 +46,8 @@ class DeBERTa(ScoreEncoding):
             most=MOST_ROWS,
         )
 
-    content_scale, shared = 3**-0.5, True
+    content_scale = 3**-0.5
+    shared = True
     card = Card(
         mechanism="content",
         equation=r"\frac{q_s^\top k_t + q_s^\top K^r_{\delta(s,t)} + k_t^\top Q^r_{\delta(t,s)}}"
@@ -81,7 +82,8 @@ class DeBERTa(ScoreEncoding):
         lag = lag.clamp_min(0) if self.spec.causal else lag
         low, high = self.ends(q_positions, k_positions)
         of_queries = self._term(q, self.key_proj, lag, (low, high))
-        k, ends = self.softmax_scale * k, (-high, -low)
+        k = self.softmax_scale * k
+        ends = (-high, -low)
         return of_queries + self._term(k, self.query_proj, -lag.mT, ends).mT
 
     def by_token(self, q: Tensor, k: Tensor, lags: Lags) -> ByToken:

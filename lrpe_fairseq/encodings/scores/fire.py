@@ -71,7 +71,8 @@ class FIRE(LagBias):
 
     def __init__(self, spec: EncodingSpec, width: int = 32, layers: int = 1) -> None:
         super().__init__(spec)
-        self.shared, self.width = self.options.fire_shared, width
+        self.shared = self.options.fire_shared
+        self.width = width
         self._last = PositionCache(BLOCKS)
         self.c = nn.Parameter(torch.full((1,), 0.1, dtype=torch.float32))
         self.threshold_factor = nn.Parameter(torch.ones(1, dtype=torch.float32))
@@ -83,7 +84,9 @@ class FIRE(LagBias):
 
     def share_with(self, owner: "FIRE") -> None:
         """Use f, c and the threshold of ``owner``."""
-        self.f, self.c, self.threshold_factor = owner.f, owner.c, owner.threshold_factor
+        self.f = owner.f
+        self.c = owner.c
+        self.threshold_factor = owner.threshold_factor
 
     @property
     def threshold(self) -> Tensor:
@@ -131,7 +134,8 @@ class FIRE(LagBias):
         count = q_positions.shape[-1]
         if q_positions.numel() == 0 or not reads_are_free(q_positions, self.threshold_factor):
             return 0
-        limit, known = self.threshold.detach().item(), known_range(q_positions)
+        limit = self.threshold.detach().item()
+        known = known_range(q_positions)
         if known is None:
             last = self._last.get(q_positions, None, lambda: int(q_positions.max()))
             return count if last <= limit else 0
@@ -173,7 +177,8 @@ def segments(hidden: Linear, last: Linear) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns: the kinks (w,), ascending, without gradient; A and B, (H, w + 1).
     """
-    u, c = hidden.weight.squeeze(-1), hidden.bias
+    u = hidden.weight.squeeze(-1)
+    c = hidden.bias
     with torch.no_grad():
         flat = u == 0
         kinks, order = torch.where(flat, torch.inf, -c / torch.where(flat, 1.0, u)).sort()

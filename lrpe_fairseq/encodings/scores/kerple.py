@@ -46,7 +46,8 @@ class Kerple(LagBias):
 
     def share_with(self, owner: "Kerple") -> None:
         """Use the parameters of ``owner``."""
-        self.r1, self.r2 = owner.r1, owner.r2
+        self.r1 = owner.r1
+        self.r2 = owner.r2
 
     def clamped(self) -> tuple[Tensor, Tensor]:
         """Clamp the parameters in place and return r1 and r2, (H,) float64."""
@@ -64,7 +65,8 @@ class KerpleLog(Kerple):
     See :class:`Kerple`.
     """
 
-    stream, largest = "kerple-log", (2.0, 1.0)
+    stream = "kerple-log"
+    largest = (2.0, 1.0)
     card = Card(
         mechanism="bias",
         equation=r"b_{st} = -r_1 \log(1 + r_2 |n|), \quad r_1, r_2 > 0 \text{ per head}",
@@ -85,7 +87,9 @@ class KerplePower(Kerple):
     r2 = 1 is ALiBi with learned slopes. See :class:`Kerple`.
     """
 
-    stream, largest, largest_r2 = "kerple-power", (1.0, 2.0), 2.0
+    stream = "kerple-power"
+    largest = (1.0, 2.0)
+    largest_r2 = 2.0
     card = Card(
         mechanism="bias",
         equation=r"b_{st} = -r_1 |n|^{r_2}, \quad r_1 > 0, \; 0 < r_2 \le 2 \text{ per head}",

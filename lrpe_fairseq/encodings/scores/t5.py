@@ -59,7 +59,8 @@ class T5Bias(LagBias):
 
     def __init__(self, spec: EncodingSpec, buckets: int = 32) -> None:
         super().__init__(spec)
-        options, fidelity = self.options, spec.options.fidelity
+        options = self.options
+        fidelity = spec.options.fidelity
         self.shared = options.t5_shared
         one_way = buckets if spec.causal else buckets // 2
         # not a buffer: ``to_empty`` would discard it, and no checkpoint restores it
@@ -107,7 +108,9 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
             f"T5 needs at least 2 buckets in one direction and a largest distance above half of "
             f"them, got {buckets} and {max_distance}"
         )
-    starts, distance, wide = list(range(1, exact + 1)), exact, buckets - exact
+    starts = list(range(1, exact + 1))
+    distance = exact
+    wide = buckets - exact
     for step in range(1, wide):  # smallest n with (n/e)^wide >= (max_distance/e)^step
         bound = max_distance**step * exact**wide
         distance = bisect_left(

@@ -62,7 +62,8 @@ class TransformerXL(ScoreEncoding):
 
     def by_token(self, q: Tensor, k: Tensor, lags: Lags) -> ByToken:
         """Return q + u, and terms (b) and (d) by lag; see :meth:`ScoreEncoding.by_token`."""
-        scale, width = self.softmax_scale, self.r_proj.in_features
+        scale = self.softmax_scale
+        width = self.r_proj.in_features
 
         def sinusoids() -> Tensor:
             return scale * sinusoid(torch.arange(lags[0], lags[1] + 1, device=q.device), width)

@@ -321,7 +321,8 @@ class Generator(nn.Module):
 
     def __init__(self, start: Tensor, learned: bool, full: bool = False) -> None:
         super().__init__()
-        self.width, self.full = start.shape[-1], full
+        self.width = start.shape[-1]
+        self.full = full
         entries = start / 2 if full else start[..., *triangle(self.width)]
         self.entries = undecayed(entries.float().contiguous(), learned)
         self.spectrum = Spectrum()
@@ -375,8 +376,10 @@ class Planar(Component):
         self, spec: EncodingSpec, width: int, number: int, theta: Tensor, period: int = 0
     ) -> None:
         super().__init__()
-        options, heads = spec.options.of(APEOptions), spec.num_heads
-        self.period, self.on_line = period, not period
+        options = spec.options.of(APEOptions)
+        heads = spec.num_heads
+        self.period = period
+        self.on_line = not period
         theta = theta.expand(heads, -1).clone()
         self.theta = theta if period else undecayed(theta.float(), options.ape_learned)
         start = theta.new_zeros(heads, width, width)
@@ -419,8 +422,10 @@ class Tree(Component):
 
     def __init__(self, spec: EncodingSpec, width: int, number: int, branches: int) -> None:
         super().__init__()
-        options, fidelity = spec.options.of(APEOptions), spec.options.fidelity
-        self.branches, self.heads = branches, spec.num_heads
+        options = spec.options.of(APEOptions)
+        fidelity = spec.options.fidelity
+        self.branches = branches
+        self.heads = spec.num_heads
         heads = 1 if "ape-tree-shared-heads" in fidelity else spec.num_heads
         start = _start(spec, width, (branches, heads), number)
         if options.ape_init == "rope" and "ape-equal-branches" not in fidelity:
@@ -432,7 +437,8 @@ class Tree(Component):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Encode; see :class:`Component`."""
         branches = exponential(self.generator(), self.generator.eigen)
-        branches, positions = branches.expand(-1, self.heads, -1, -1), self._nodes(positions)
+        branches = branches.expand(-1, self.heads, -1, -1)
+        positions = self._nodes(positions)
         if positions.dim() == 1:
             return tree_turn(x.flatten(0, 1), branches, positions, self._steps).reshape(x.shape)
         return torch.stack([tree_turn(y, branches, positions, self._steps) for y in x])

@@ -85,7 +85,8 @@ def tree_distance(one: Tensor, other: Tensor, k: int) -> Tensor:
     """Return the number of steps between the nodes ``one`` and ``other``, which broadcast."""
     if k == 1:
         return (one - other).abs()
-    low, high = torch.minimum(one, other), torch.maximum(one, other)
+    low = torch.minimum(one, other)
+    high = torch.maximum(one, other)
     steps = torch.zeros_like(low)
     for _ in range(2 * max_depth(k) + 2):  # the larger code is not higher up in the tree
         steps += low != high
@@ -109,7 +110,8 @@ def codes_from_arities(arities: Iterable[int], k: int, order: str) -> list[int]:
     """
     if order not in ("breadth", "depth"):
         raise ValueError(f"unknown order of nodes {order!r}; choose one of breadth, depth")
-    codes, pending = [], deque([0])
+    codes = []
+    pending = deque([0])
     for arity in arities:
         if arity > k:
             raise ValueError(f"a node has {arity} children, but the tree has {k} branches")

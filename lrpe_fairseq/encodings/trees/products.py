@@ -33,7 +33,8 @@ def steps_to_root(positions: Tensor, k: int) -> list[Step]:
         raise ValueError(
             "the positions in a tree are the codes of its nodes, which are not negative"
         )
-    codes, path_steps = positions.flatten(), []
+    codes = positions.flatten()
+    path_steps = []
     while (codes > 0).any():
         branches = nodes.branch(codes, k).masked_fill(codes == 0, -1)
         steps = [Step(b, (branches == b).nonzero().squeeze(1)) for b in range(k)]
@@ -63,8 +64,10 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
 
     As many products of x by every W as the tree is deep.
     """
-    k, codes = len(matrices), positions
-    branch_matrices, deepest = matrices.to(x.dtype), nodes.max_depth(k) + 1
+    k = len(matrices)
+    codes = positions
+    branch_matrices = matrices.to(x.dtype)
+    deepest = nodes.max_depth(k) + 1
     if may_read_values(codes) and codes.numel():
         deepest = int(nodes.depth(codes, k).max())
     for _ in range(deepest):
@@ -75,7 +78,8 @@ def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
             turned = torch.where(
                 step == b, torch.einsum("hij,bhtj->bhti", branch_matrices[b], x), turned
             )
-        x, codes = turned, nodes.parent(codes, k)
+        x = turned
+        codes = nodes.parent(codes, k)
     return x
 
 
@@ -98,7 +102,8 @@ class _TreeTurn(torch.autograd.Function):
         if torch.is_grad_enabled():
             inputs = (x, matrices, positions)
             return *gradients_of(definition, inputs, needs[:3], (grad,)), None
-        branch_matrices, grads = matrices.to(x.dtype), _by_node(grad, positions)
+        branch_matrices = matrices.to(x.dtype)
+        grads = _by_node(grad, positions)
         seen = [*_climb(_by_node(x, positions), branch_matrices, ctx.steps)] if needs[1] else None
         grad_own = torch.zeros_like(branch_matrices) if needs[1] else None
         for branch, taken_by in reversed(ctx.steps):

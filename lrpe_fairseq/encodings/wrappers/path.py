@@ -39,7 +39,8 @@ class Reflections(nn.Module):
 
     def __init__(self, spec: EncodingSpec, bias: float, beside: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
+        self.heads = spec.num_heads
+        width = spec.num_heads * spec.head_dim
         draw = partial(drawn, spec.generator("path", beside))
         self.down, self.up, self.filter = draw(RANK, width), draw(width, RANK), draw(TAPS, width)
         self.weight = draw(self.heads, width)

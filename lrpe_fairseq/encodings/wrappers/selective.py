@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.core.history import causal_filter
+from lrpe_fairseq.encodings.core.history import Earlier, causal_filter
 from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import undecayed
 from lrpe_fairseq.encodings.core.positions import exact_type
@@ -47,7 +47,8 @@ class Increments(nn.Module):
 
     def __init__(self, spec: EncodingSpec, angles: int) -> None:
         super().__init__()
-        self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
+        self.heads = spec.num_heads
+        width = spec.num_heads * spec.head_dim
         self.options = spec.options.of(SelectiveOptions)
         draw = partial(torch.rand, generator=spec.generator("selective"), device="cpu")
         zeros = partial(torch.zeros, device="cpu")
@@ -75,8 +76,11 @@ class Increments(nn.Module):
             steps = steps.masked_fill(padding[:, None, :, None], 0.0)
         # float64: a phase of a long text has no bits to lose
         phases = steps.to(exact_type(x.device), memory_format=torch.contiguous_format).cumsum(2)
-        if "phases" in history:
-            phases = phases + history["phases"].unsqueeze(2)
+        before = history.get("phases")
+        if isinstance(before, Earlier):
+            before = before.total(phases[:, :, -1])
+        if before is not None:
+            phases = phases + before.unsqueeze(2)
         last = phases[:, :, -1] if x.shape[1] else history.get("phases", phases.sum(2))
         return phases, {"tail": tail, "phases": last}
 

@@ -2,6 +2,8 @@
 
 import argparse
 import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import FAILED, command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import BY_HAND
-from lrpe_fairseq.experiments.runner import schedule
+from lrpe_fairseq.experiments.runner import schedule, slurm
+from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 RATES = (1e-5, 3e-5, 6e-5, 1e-4)
@@ -31,12 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not all(0 < lr < math.inf for lr in options.lr):
         raise ValueError(f"--lr must be positive, not {' '.join(map(str, options.lr))}")
     runs = _finetunings(options)
+    if options.slurm:
+        return _submit(runs, options, sys.argv[1:] if arguments is None else arguments)
+    if options.array_task is not None:
+        runs = [runs[options.array_task]]
     # Runs of a task share its data.
     for run in {run.data: run for run in runs}.values():
         run.prepare_data(options.source)
     for run in runs:
         run.require_inputs()
     events = schedule.Events(ROOT / "runs" / "table3" / "events.log")
+    if options.array_task is not None:
+        return _run_element(runs[0], events)
     one = 1 if torch.cuda.is_available() else None  # GPU; the tasks are too small for several
     devices = schedule.shares(min(options.jobs, len(runs)), one)
     new: list[Path] = []
@@ -46,6 +55,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run.finished():
             print(f"{run.folder.name}: {run.outcome()}")
     return FAILED if report.render("table3", new) or failed else 0
+
+
+def _run_element(run: TrainingRun, events: schedule.Events) -> int:
+    """Run one element of a Slurm array on its CPU cores and one GPU; a later job renders."""
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    gpus = (0,) if torch.cuda.is_available() else None
+    devices = Devices(threads=cores, gpus=gpus)
+    return FAILED if schedule.Schedule([run], [devices], events).run() else 0
+
+
+def _submit(runs: Sequence[TrainingRun], options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Submit the unfinished runs as one array, or print what would be submitted."""
+    tasks = [index for index, run in enumerate(runs) if not run.finished()]
+    if not tasks:
+        print("all runs are already finished")
+        return 0
+    site = slurm.load_site(ROOT / "configs" / "slurm.yaml", {"nodes": 1})
+    site = replace(site, gpus_per_node=min(1, site.gpus_per_node))  # for one task one is enough
+    chosen = {str(options.checkpoint): str(options.checkpoint.absolute())}
+    own = [chosen.get(word, word) for word in given if word not in ("--slurm", "--dry-run")]
+    plan = slurm.planned(ROOT, "table3", own, tasks, site, "finetune_glue")
+    if options.dry_run:
+        print(plan)
+        print(*(f"{index}  {runs[index].name}" for index in tasks), sep="\n")
+        print(f"{len(tasks)} of {len(runs)} runs; nothing was submitted")
+        return 0
+    slurm.require_sbatch()
+    for run in {run.data: run for run in runs}.values():
+        run.prepare_data(options.source)
+    print(f"job array {slurm.submit(plan)}: {len(tasks)} of {len(runs)} runs")
+    return 0
 
 
 def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
@@ -77,4 +117,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--scale", default="paper", help="paper (the default) or small")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
-    return parser.parse_args(arguments)
+    add("--slurm", action="store_true", help="submit the runs as one job array; configs/slurm.yaml")
+    add("--dry-run", action="store_true", help="with --slurm: print the jobs only")
+    add("--array-task", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.dry_run and not options.slurm:
+        raise ValueError("--dry-run needs --slurm")
+    if options.slurm and options.jobs > 1:
+        raise ValueError("--jobs is for this machine: with --slurm, use running in slurm.yaml")
+    return options

@@ -14,13 +14,29 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from lrpe_fairseq.experiments import report
-from lrpe_fairseq.experiments.families import in_columns, load_named, runs, with_data
+from lrpe_fairseq.experiments.families import (
+    config_of,
+    in_columns,
+    load_named,
+    runs,
+    with_data,
+)
+from lrpe_fairseq.experiments.families.float16 import divides_by_almost_zero
+from lrpe_fairseq.experiments.records import precision
 from lrpe_fairseq.experiments.records.bases import bases_in
 from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
-from lrpe_fairseq.experiments.records.files import ROOT, atomic_write, relative, require_writable
+from lrpe_fairseq.experiments.records.files import (
+    ROOT,
+    atomic_write,
+    load_config,
+    relative,
+    require_writable,
+)
 from lrpe_fairseq.experiments.records.tables import Table
-from lrpe_fairseq.experiments.runner import schedule, slurm
+from lrpe_fairseq.experiments.runner import estimate, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -39,19 +55,28 @@ def main(arguments: list[str] | None = None) -> int:
     begun = time.monotonic()
     table = load_named(options.table)
     options.scale = options.scale or usual_scale(table)
+    if options.precision:
+        table, options.scale = _in_precision(table, options.scale, options.precision)
     chosen = _select(table, options)
+    if options.slurm and options.dry_run:
+        return _show_jobs(chosen, options, words)
     if options.status or options.dry_run:
         return _show(chosen, options)
+    if options.on:
+        return estimate.by_arithmetic(chosen, options.on)
     # A job of a Slurm array: its element is one run, and it does not submit again.
     if options.array_task is not None:
         return _run_task(chosen, options)
     if options.slurm:
         slurm.require_sbatch()
     else:
-        schedule.shares(min(options.jobs, len(chosen)), options.gpus)  # before data are prepared
+        _require_devices(chosen, options)  # before data are prepared
     # Before the runs start in parallel: two of them would prepare the same folder.
     for run in {run.data: run for run in chosen}.values():
         run.prepare_data(options.source)
+    if options.estimate:
+        (devices, *_) = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+        return estimate.by_measurement(chosen, devices, print)
     return _submit(chosen, options, words) if options.slurm else _run_here(chosen, options, begun)
 
 
@@ -108,12 +133,40 @@ def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, words: l
     if not tasks:
         print("all runs are already finished")
         return report.render(options.table)
-    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
-    site = slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
-    # The job runs this command again; with --slurm it would submit itself.
-    passed_on = [word for word in words if word != "--slurm"]
-    job = slurm.submit(ROOT, options.table, [*passed_on, "--nodes", str(site.nodes)], tasks, site)
+    job = slurm.submit(_planned(tasks, _site(options), options.table, words))
     print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
+    return 0
+
+
+def _site(options: argparse.Namespace) -> slurm.Site:
+    """Return the settings of the cluster, with those of the command line."""
+    settings = {name: getattr(options, name) for name in SITE_OPTIONS}
+    return slurm.load_site(ROOT / "configs" / "slurm.yaml", settings)
+
+
+def _planned(
+    tasks: Sequence[int], site: slurm.Site, table: str, given: Sequence[str]
+) -> slurm.Plan:
+    """Return the jobs of the elements ``tasks``; given: the words of the command line."""
+    own = [word for word in given if word not in ("--slurm", "--dry-run")]
+    return slurm.planned(ROOT, table, [*own, "--nodes", str(site.nodes)], tasks, site)
+
+
+def _show_jobs(
+    chosen: Sequence[TrainingRun], options: argparse.Namespace, given: Sequence[str]
+) -> int:
+    """Print the jobs that ``--slurm`` would submit, and how each run divides an update."""
+    tasks = [index for index, run in enumerate(chosen) if not run.finished()]
+    if not tasks:
+        print("all runs are already finished")
+        return 0
+    site = _site(options)
+    processes = max(1, site.gpus_per_node) * site.nodes
+    print(_planned(tasks, site, options.table, given))
+    print(f"element  run  processes (--nodes {site.nodes} x {max(1, site.gpus_per_node)})  update")
+    for index in tasks:
+        print(f"{index}  {chosen[index].name}  {chosen[index].divided(processes)}")
+    print(f"{len(tasks)} of {len(chosen)} runs; nothing was submitted")
     return 0
 
 
@@ -135,13 +188,24 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="seeds 1 to N, unless the table has seeds",
     )
     add("--scale", help="a scale of the table (default: small, or its first without one)")
+    add(
+        "--precision",
+        choices=tuple(precision.FLAGS),
+        help="of the trainings (default: that of the scale); another one is a scale of its own",
+    )
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
     add("--gpus", type=int, metavar="G", help="GPUs per run (default: all with --jobs 1, else 1)")
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--minutes", type=float, metavar="M", help="end after M minutes; the most important first")
     add("--pack", type=Path, metavar="FILE.tar", help="put the new run files there; no pages")
-    add("--dry-run", action="store_true", help="print the training commands only")
-    add("--status", action="store_true", help="print the progress of every run")
+    add("--dry-run", action="store_true", help="print the training commands, or the jobs")
+    add("--status", action="store_true", help="print the progress of every run, and the time left")
+    add(
+        "--estimate",
+        action="store_true",
+        help=f"train {estimate.UPDATES} updates of every cell; print hours, memory and disk",
+    )
+    add("--on", metavar="CARDxN", help="with --estimate: by arithmetic, on devices like v100x8")
     cluster = parser.add_argument_group("Slurm", "settings of your cluster: configs/slurm.yaml")
     cluster.add_argument("--slurm", action="store_true", help="submit the runs as one job array")
     for name, kind in SITE_OPTIONS.items():
@@ -153,6 +217,42 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def usual_scale(table: Table) -> str:
     """Return the scale that is run by default: ``small``, or the first of a table without it."""
     return SCALE if SCALE in table.scales else next(iter(table.scales))
+
+
+def _in_precision(table: Table, scale: str, wanted: str) -> tuple[Table, str]:
+    """Return the table and the name of one of its scales in another precision.
+
+    Raises: ValueError for a table that compares precisions itself.
+    """
+    if set(table.options) & set(precision.FLAGS[wanted]):
+        raise ValueError(
+            f"the columns of table {table.name} differ in precision: leave out --precision"
+        )
+    if precision.of_config(load_config(config_of(table, scale))) == wanted:
+        return table, scale
+    name = precision.in_precision(scale, wanted)
+    return table.with_scales([name]), name
+
+
+def _require_devices(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> None:
+    """Raise ValueError if this machine cannot train in parallel, or in the precision, as asked."""
+    schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+    if options.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+
+
+def _require_float16(chosen: Sequence[TrainingRun]) -> None:
+    """Refuse what float16 cannot train: runs whose denominator is often close to zero.
+
+    Raises: ValueError, which names their rows.
+    """
+    lost = {run.label for run in chosen if divides_by_almost_zero(run)}
+    if lost:
+        raise ValueError(
+            f"linear attention of {', '.join(sorted(lost))} divides by a denominator that is often "
+            "near zero, so float16 gradients overflow: train these rows with --precision bf16 or "
+            "fp32, and the others with --rows"
+        )
 
 
 def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
@@ -176,6 +276,8 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
         kinds = {kind: place for place, kind in enumerate(options.attention)}
         selected = [run for run in selected if run.attention_type in kinds]
         selected.sort(key=lambda run: (run.seed, kinds[run.attention_type]))
+    if options.precision == "fp16":
+        _require_float16(selected)
     if not selected:
         raise ValueError(
             f"no cell of table {table.name} has these --rows, --columns, --attention and "
@@ -200,6 +302,12 @@ def _check_options(options: argparse.Namespace) -> None:
             "--gpus, --jobs, --minutes and --pack are for this machine: with --slurm, use "
             "--gpus-per-node, --time, and running in configs/slurm.yaml"
         )
+    if options.on and not options.estimate:
+        raise ValueError("--on needs --estimate")
+    if options.estimate and options.slurm:
+        raise ValueError(
+            "--estimate measures this machine: run it in a job on one node, or add --on v100x8"
+        )
     if options.pack:
         require_writable(options.pack.absolute().parent, "--pack", options.pack)
 
@@ -215,4 +323,5 @@ def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
     # The kind of a state is its words before numbers and reasons.
     counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    print(estimate.time_left(chosen))
     return 0

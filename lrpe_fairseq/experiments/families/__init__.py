@@ -95,7 +95,8 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
         configuration are not its data set.
     """
     config_of(table, scale)
-    tables = (table, *(load_named(name) for name in table.experiments[1:]))
+    others = (load_named(name).with_scales([scale]) for name in table.experiments[1:])
+    tables = (table, *others)
     homes = _homes([other.at(scale) for other in tables if scale in other.scales], scale)
     made = (_runs_of(owner, cell, scale, seed) for seed in seeds for owner, cell in homes)
     named = {run.name: run for run in itertools.chain.from_iterable(made)}

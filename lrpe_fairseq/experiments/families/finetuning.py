@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import glue
 from lrpe_fairseq.experiments.data.folders import Checksums, digest_of, manifest
-from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.experiments.records import checkpoints, precision
 from lrpe_fairseq.experiments.records.files import ROOT, load_config, relative
 from lrpe_fairseq.experiments.records.keys import Cell, comparable
 from lrpe_fairseq.experiments.records.runs import Run
@@ -229,6 +229,7 @@ def finetuning_runs(
                 folder=ROOT / "runs" / experiment / name,
                 result=ROOT / "results" / "runs" / experiment / f"{name}.json",
                 lr=lr,
+                overrides=precision.overrides(scale, settings),
                 **source,
             )
         )

@@ -31,6 +31,7 @@ NOT_FINITE = re.compile(
 )
 SERVED = re.compile(r"((?:linear|softmax) attention\b.*) runs as (.+)$", re.MULTILINE)
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
+GPU_MEMORY = re.compile(r"total memory = ([\d.]+) GB")
 TAIL_BYTES = 16384
 
 
@@ -81,6 +82,27 @@ def read_training_log(path: Path) -> TrainingLog:
         else:
             log.inner[int(values["num_updates"])] = values
     return log
+
+
+def seconds_per_update(path: Path, warm: int) -> float | None:
+    """Return the median time of an update after the first ``warm`` ones; None without a line.
+
+    A line of the log has the updates per second since the one before it.
+    """
+    known = read_training_log(path).inner
+    speeds = [float(values["ups"]) for n, values in known.items() if n > warm and "ups" in values]
+    speeds = [speed for speed in speeds if speed > 0]
+    return 1 / statistics.median(speeds) if speeds else None
+
+
+def peak_of_gpu(path: Path) -> float | None:
+    """Return the most memory of the first process's GPU in bytes; None without one.
+
+    fairseq logs what was free at the peak, ``gb_free``, and the memory of every device.
+    """
+    free = [float(v["gb_free"]) for v in read_training_log(path).inner.values() if "gb_free" in v]
+    total = GPU_MEMORY.search(_text(path))
+    return (float(total[1]) - min(free)) * 2**30 if free and total else None
 
 
 def million_parameters(path: Path) -> float | None:

@@ -9,7 +9,7 @@ and column) has the cell's value in the run's ``config``.
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from lrpe_fairseq import patterns
+from lrpe_fairseq.experiments.records.precision import parted
 
 Options = dict[str, Any]
 ATTENTION = ("linear", "softmax")
@@ -144,16 +145,23 @@ class Table:
 
     def at(self, scale: str) -> "Table":
         """Return the table with the columns and rows of one scale."""
-        columns = [column for column in self.columns if scale in (column.scales or [scale])]
-        rows = [row for row in self.rows if row.label in self.rows_of.get(scale, [row.label])]
+        base, _ = parted(scale)
+        columns = [column for column in self.columns if base in (column.scales or [base])]
+        rows = [row for row in self.rows if row.label in self.rows_of.get(base, [row.label])]
         # A scale may lack the split of a headline column.
         headline = [key for key in self.headlines() if key in {c.key for c in columns}]
         parts = {"columns": columns, "rows": rows, "headline": headline}
         return dataclasses.replace(self, **parts)
 
+    def with_scales(self, scales: Iterable[str]) -> "Table":
+        """Return the table with those of ``scales`` that are its own in another precision."""
+        own = {scale: self.scales.get(parted(scale)[0]) for scale in scales}
+        known = {scale: config for scale, config in own.items() if config is not None}
+        return dataclasses.replace(self, scales=self.scales | known)
+
     def rates_at(self, scale: str, of_column: Sequence[float]) -> list[float]:
         """Return the rates of a column, or those of the table; empty: the configuration's."""
-        return list(of_column) or self.rates.get(scale, [])
+        return list(of_column) or self.rates.get(parted(scale)[0], [])
 
     def headlines(self) -> list[str]:
         """Return ``headline``, or by default the first column of each attention type."""

@@ -16,86 +16,99 @@ from lrpe_fairseq.experiments.report.results import Results
 # --- LRPE against RoPE ---------------------------------------------------------------------------
 
 
+class Pair(NamedTuple):
+    """Rows of LRPE and of RoPE with the same attention and normalizer (empty in softmax)."""
+
+    attention: str
+    normalizer: str
+    lrpe: str
+    rope: str
+
+    @property
+    def title(self) -> str:
+        """The attention type and the normalizer."""
+        return f"{self.attention}, {self.normalizer}" if self.normalizer else self.attention
+
+
 class Place(NamedTuple):
-    """Where a pair was measured.
+    """Where pairs were measured.
 
     name: of the scale, for readers. columns: key of the column at the training length, and at 4 and
-    16 times that, without the attention; empty where there is none. pairs: attention, normalizer,
-    row of LRPE, row of RoPE.
+    16 times that, without the attention; empty where there is none.
     """
 
     name: str
     table: str
     scale: str
     columns: tuple[str, str, str]
-    pairs: tuple[tuple[str, str, str, str], ...]
+    pairs: tuple[Pair, ...]
 
 
-ROTATED = ("linear", "rotated", "Type2", "RoPE")
-CONTENT = ("linear", "content", "Type2, content", "RoPE, content")
-LAYERNORM = ("linear", "layernorm", "Type2-LN", "RoPE-LN")
-BARE = ("linear", "none", "Type2, none", "RoPE, none")
-SOFTMAX = ("softmax", "", "Type2", "RoPE")
-FLOORED = ("linear", "rotated", "Type2, floor", "RoPE, floor")
-FLOORED_CONTENT = ("linear", "content", "Type2, content, floor", "RoPE, content, floor")
-FLOORED_LAYERNORM = ("linear", "layernorm", "Type2-LN, floor", "RoPE-LN, floor")
-FLOORED_SOFTMAX = ("softmax", "", "Type2, floor", "RoPE, floor")
+ROTATED = Pair("linear", "rotated", "Type2", "RoPE")
+CONTENT = Pair("linear", "content", "Type2, content", "RoPE, content")
+LAYERNORM = Pair("linear", "layernorm", "Type2-LN", "RoPE-LN")
+BARE = Pair("linear", "none", "Type2, none", "RoPE, none")
+SOFTMAX = Pair("softmax", "", "Type2", "RoPE")
+FLOORED = Pair("linear", "rotated", "Type2, floor", "RoPE, floor")
+FLOORED_CONTENT = Pair("linear", "content", "Type2, content, floor", "RoPE, content, floor")
+FLOORED_LAYERNORM = Pair("linear", "layernorm", "Type2-LN, floor", "RoPE-LN, floor")
+FLOORED_SOFTMAX = Pair("softmax", "", "Type2, floor", "RoPE, floor")
 PLACES = (
     Place(
-        "WikiText-2, 1,800 updates",
-        "extrapolation",
-        "small",
-        ("blocks-128", "paired-512", "paired-2048"),
-        (SOFTMAX, ROTATED, CONTENT, LAYERNORM, BARE),
+        name="WikiText-2, 1,800 updates",
+        table="extrapolation",
+        scale="small",
+        columns=("blocks-128", "paired-512", "paired-2048"),
+        pairs=(SOFTMAX, ROTATED, CONTENT, LAYERNORM, BARE),
     ),
     Place(
-        "WikiText-2, 1,800 updates, `angle-floor turn`",
-        "angles",
-        "small",
-        ("paired-128", "paired-512", "paired-2048"),
-        (FLOORED_SOFTMAX, FLOORED, FLOORED_CONTENT, FLOORED_LAYERNORM),
+        name="WikiText-2, 1,800 updates, `angle-floor turn`",
+        table="angles",
+        scale="small",
+        columns=("paired-128", "paired-512", "paired-2048"),
+        pairs=(FLOORED_SOFTMAX, FLOORED, FLOORED_CONTENT, FLOORED_LAYERNORM),
     ),
     Place(
-        "WikiText-2, 1,800 updates, sinusoidal positions too",
-        "table2",
-        "small",
-        ("test", "", ""),
-        (SOFTMAX, ROTATED),
+        name="WikiText-2, 1,800 updates, sinusoidal positions too",
+        table="table2",
+        scale="small",
+        columns=("test", "", ""),
+        pairs=(SOFTMAX, ROTATED),
     ),
     Place(
-        "WikiText-2, 16,200 updates, sinusoidal positions too",
-        "budget",
-        "annealed",
-        ("16200", "", ""),
-        (SOFTMAX, ROTATED),
+        name="WikiText-2, 16,200 updates, sinusoidal positions too",
+        table="budget",
+        scale="annealed",
+        columns=("16200", "", ""),
+        pairs=(SOFTMAX, ROTATED),
     ),
     Place(
-        "WikiText-2, 16,200 updates, `angle-floor turn`",
-        "angles",
-        "long",
-        ("paired-128", "paired-512", "paired-2048"),
-        (FLOORED,),
+        name="WikiText-2, 16,200 updates, `angle-floor turn`",
+        table="angles",
+        scale="long",
+        columns=("paired-128", "paired-512", "paired-2048"),
+        pairs=(FLOORED,),
     ),
     Place(
-        "WikiText-2, 16,200 updates",
-        "contrast",
-        "long",
-        ("blocks-128", "paired-512", "paired-2048"),
-        (SOFTMAX, LAYERNORM),
+        name="WikiText-2, 16,200 updates",
+        table="contrast",
+        scale="long",
+        columns=("blocks-128", "paired-512", "paired-2048"),
+        pairs=(SOFTMAX, LAYERNORM),
     ),
     Place(
-        "medium: books, 20 M tokens",
-        "medium",
-        "medium",
-        ("test", "paired-2048", "paired-8192"),
-        (SOFTMAX, LAYERNORM),
+        name="medium: books, 20 M tokens",
+        table="medium",
+        scale="medium",
+        columns=("test", "paired-2048", "paired-8192"),
+        pairs=(SOFTMAX, LAYERNORM),
     ),
     Place(
-        "books: 6 x 512, 49 M tokens",
-        "books",
-        "books",
-        ("test", "paired-2048", "paired-8192"),
-        (SOFTMAX, ROTATED, CONTENT, LAYERNORM),
+        name="books: 6 x 512, 49 M tokens",
+        table="books",
+        scale="books",
+        columns=("test", "paired-2048", "paired-8192"),
+        pairs=(SOFTMAX, ROTATED, CONTENT, LAYERNORM),
     ),
 )
 """Where LRPE and RoPE were trained alike."""
@@ -108,9 +121,10 @@ def lrpe_against_rope(results: Results) -> str:
     """
     head = ["scale", "attention", "seeds", "n-grams", "training length", "4 times", "16 times"]
     # What was not trained is said too: an absent line could be taken for a tie.
-    rows, missing = [], []
+    rows = []
+    missing = []
     for place in PLACES:
-        pairs = {_attention(pair): _of_pair(results, place, pair) for pair in place.pairs}
+        pairs = {pair.title: _of_pair(results, place, pair) for pair in place.pairs}
         rows += [row for row in pairs.values() if row]
         if lacking := [name for name, row in pairs.items() if not row]:
             missing.append(f"{place.name}: {'; '.join(lacking)}.")
@@ -120,32 +134,26 @@ def lrpe_against_rope(results: Results) -> str:
     return "\n".join([text, "", "Not trained:", "", *(f"- {words}" for words in missing)])
 
 
-def _of_pair(results: Results, place: Place, pair: tuple[str, str, str, str]) -> list[str]:
+def _of_pair(results: Results, place: Place, pair: Pair) -> list[str]:
     """Return the line of a pair at a place; empty without its runs."""
-    attention, _, ours, other = pair
-    views = [column_of(results, place, attention, key) for key in place.columns]
+    views = [
+        column_of(results, place.table, place.scale, f"{pair.attention}-{key}") if key else None
+        for key in place.columns
+    ]
     first = views[0]
     # A row that lost a seed at the training length has no difference.
-    if first is None or not {ours, other} <= set(first.ranked()):
+    if first is None or not {pair.lrpe, pair.rope} <= set(first.ranked()):
         return []
-    seeds = str(len(first.cells[ours].keys() & first.cells[other].keys()))
+    seeds = str(len(first.cells[pair.lrpe].keys() & first.cells[pair.rope].keys()))
     link = f"[{place.name}](../results/{place.table}.md)"
-    cells = [view.versus(ours, other) if view else "" for view in views]
-    return [link, _attention(pair), seeds, learned(first, [ours, other]), *cells]
+    cells = [view.versus(pair.lrpe, pair.rope) if view else "" for view in views]
+    return [link, pair.title, seeds, learned(first, [pair.lrpe, pair.rope]), *cells]
 
 
-def _attention(pair: tuple[str, str, str, str]) -> str:
-    """Return the attention type and the normalizer of a pair."""
-    attention, normalizer, _, _ = pair
-    return f"{attention}, {normalizer}" if normalizer else attention
-
-
-def column_of(results: Results, place: Place, attention: str, key: str) -> ColumnView | None:
-    """Return a column of a place; None if the table lacks it or has no runs."""
-    if not key:
-        return None
+def column_of(results: Results, table: str, scale: str, key: str) -> ColumnView | None:
+    """Return a column of a table; None if the table lacks it or has no runs at the scale."""
     try:
-        return results.column(place.table, f"{attention}-{key}", place.scale)
+        return results.column(table, key, scale)
     except (KeyError, ValueError):
         return None
 
@@ -224,68 +232,82 @@ class Rung:
     text: str
 
 
-LADDERS = (
-    (
-        "WikiText-2 in blocks of 256, validation, with sinusoidal positions",
-        (
-            ("budget", "annealed", "{attention}-1800", "3 x 128"),
-            ("budget", "annealed", "{attention}-5400", "3 x 128"),
-            ("budget", "annealed", "{attention}-16200", "3 x 128"),
-        ),
+class Budget(NamedTuple):
+    """A column of a ladder: where models of one size were trained on one number of tokens.
+
+    column: its key, with ``{attention}``. size: layers x width.
+    """
+
+    table: str
+    scale: str
+    column: str
+    size: str
+
+
+LADDERS = {
+    "WikiText-2 in blocks of 256, validation, with sinusoidal positions": (
+        Budget("budget", "annealed", "{attention}-1800", "3 x 128"),
+        Budget("budget", "annealed", "{attention}-5400", "3 x 128"),
+        Budget("budget", "annealed", "{attention}-16200", "3 x 128"),
     ),
-    (
-        "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions",
-        (
-            ("extrapolation", "small", "{attention}-blocks-128", "3 x 128"),
-            ("contrast", "long", "{attention}-blocks-128", "3 x 128"),
-            ("medium", "medium", "{attention}-test-10m", "4 x 192"),
-            ("medium", "medium", "{attention}-test", "4 x 192"),
-            ("books", "books", "{attention}-test", "6 x 512"),
-        ),
+    "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions": (
+        Budget("extrapolation", "small", "{attention}-blocks-128", "3 x 128"),
+        Budget("contrast", "long", "{attention}-blocks-128", "3 x 128"),
+        Budget("medium", "medium", "{attention}-test-10m", "4 x 192"),
+        Budget("medium", "medium", "{attention}-test", "4 x 192"),
+        Budget("books", "books", "{attention}-test", "6 x 512"),
     ),
-)
-"""Title; table, scale, column and model size, in ascending order of training tokens."""
+}
+"""Title of a ladder -> its budgets, in ascending order of training tokens."""
 RUNGS = 3
 """The smallest number of budgets of a row in a ladder."""
+
+
+class Climb(NamedTuple):
+    """A row of a ladder: the differences of a method from RoPE, budget by budget."""
+
+    attention: str
+    method: str
+    rungs: list[Rung]
 
 
 def ladder(results: Results) -> list[tuple[str, str]]:
     """Return title and table of every ladder with a row that has enough budgets."""
     ladders = []
-    for title, columns in LADDERS:
-        rows = [row for kind in ("linear", "softmax") for row in _climbs(results, kind, columns)]
-        if rows:
-            ladders.append((title, _ladder_table(rows)))
+    for title, budgets in LADDERS.items():
+        climbs = [
+            climb for kind in ("linear", "softmax") for climb in _climbs(results, kind, budgets)
+        ]
+        if climbs:
+            ladders.append((title, _ladder_table(climbs)))
     return ladders
 
 
-def _ladder_table(rows: Sequence[tuple[str, str, list[Rung]]]) -> str:
+def _ladder_table(climbs: Sequence[Climb]) -> str:
     """Return the table of a ladder: a column per budget, empty where a row was not trained."""
     # By tokens first: the axis of the ladder is training, not size.
-    budgets = sorted({(rung.tokens, rung.size) for _, _, rungs in rows for rung in rungs})
+    budgets = sorted({(rung.tokens, rung.size) for climb in climbs for rung in climb.rungs})
     titles = [f"{tokens / 1e6:.1f} M tokens, {size}" for tokens, size in budgets]
     lines = []
-    for attention, name, rungs in rows:
-        texts = {(rung.tokens, rung.size): rung.text for rung in rungs}
+    for climb in climbs:
+        texts = {(rung.tokens, rung.size): rung.text for rung in climb.rungs}
         cells = [texts.get(budget, "") for budget in budgets]
-        lines.append([attention, f"`{name}`", *cells, may_turn(rungs)])
+        lines.append([climb.attention, f"`{climb.method}`", *cells, may_turn(climb.rungs)])
     return markdown.table(["attention", "method", *titles, "may turn within ten times"], lines)
 
 
-def _climbs(
-    results: Results, attention: str, columns: Sequence[tuple[str, str, str, str]]
-) -> Iterator[tuple[str, str, list[Rung]]]:
-    """Yield attention, method and rungs of every row with enough of them."""
+def _climbs(results: Results, attention: str, budgets: Sequence[Budget]) -> Iterator[Climb]:
+    """Yield the methods with enough rungs."""
     rungs: dict[str, list[Rung]] = {}
-    for table, scale, key, size in columns:
-        place = Place("", table, scale, ("", "", ""), ())
-        view = column_of(results, place, attention, key.partition("{attention}-")[2])
-        for name, rung in _rungs(results, view, size) if view else ():
-            rungs.setdefault(name, []).append(rung)
+    for budget in budgets:
+        key = budget.column.format(attention=attention)
+        if view := column_of(results, budget.table, budget.scale, key):
+            for name, rung in _rungs(results, view, budget.size):
+                rungs.setdefault(name, []).append(rung)
     for name, climbed in rungs.items():
         # Two points always lie on a line; a third one can contradict it.
         if len(climbed) >= RUNGS:
-            yield attention, name, climbed
+            yield Climb(attention, name, climbed)
 
 
 def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str, Rung]]:
@@ -301,13 +323,12 @@ def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str,
         gap = math.log(view.mean(row) / view.mean(base))
         half = view.measurement.interval(view.identity(row), view.identity(base)).half
         run = results.runs[next(iter(view.runs[row].values()))]
-        tokens = (
-            run["config"]["optimization.max_update"] * sizes(run["config"], "dataset.max_tokens")[0]
-        )
+        updates = run["config"]["optimization.max_update"]
+        tokens = updates * sizes(run["config"], "dataset.max_tokens")[0]
         text = f"{100 * math.expm1(gap):+.1f} %"
         if verdict.known:
             text = difference(verdict, view.kind)
-        yield name, Rung(int(tokens), size, gap, half, text)
+        yield name, Rung(tokens=int(tokens), size=size, gap=gap, half=half, text=text)
 
 
 NORMALIZERS = ("layernorm", "content", "none")
@@ -360,7 +381,7 @@ def agreement(results: Results) -> str:
     rows = []
     for name, table, scale, key in AGREEMENT:
         for attention in ("linear", "softmax"):
-            view = column_of(results, Place("", table, scale, ("", "", ""), ()), attention, key)
+            view = column_of(results, table, scale, f"{attention}-{key}")
             rows.append([name, attention, *_agreement_of(view)])
     return markdown.table(["training", "attention", "rows", "rank correlation"], rows)
 

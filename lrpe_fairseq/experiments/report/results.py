@@ -48,7 +48,9 @@ class Results:
     def __init__(self, root: Path, runs: Mapping[str, Run] | None = None) -> None:
         self.root = root
         self.runs = runs = read_runs(root / "results" / "runs") if runs is None else runs
-        self.tables = {table.name: table for table in load_tables(root / "configs" / "tables")}
+        seen = sorted({run["scale"] for run in runs.values()})
+        tables = load_tables(root / "configs" / "tables")
+        self.tables = {table.name: table.with_scales(seen) for table in tables}
         self.sheets = [s for table in self.tables.values() for s in sheets(table, runs)]
         self.yardsticks = yardsticks.Yardsticks(runs)
         self.measurements = Measurements(root, self.views)

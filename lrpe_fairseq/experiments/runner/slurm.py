@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -126,22 +126,36 @@ def require_sbatch() -> None:
         raise ValueError("there is no sbatch here: --slurm needs a Slurm cluster")
 
 
-def submit(
-    root: Path, table: str, arguments: Sequence[str], tasks: Sequence[int], site: Site
-) -> str:
-    """Submit an array with the elements ``tasks`` and the job that renders the tables after it.
+class Plan(NamedTuple):
+    """What is sent to Slurm: an array of runs, and a job that renders the tables after it."""
 
-    arguments: those of run_table, without the ones for Slurm. Returns the array's job id.
-    Raises: ValueError with sbatch's message if it fails.
+    script: Path
+    text: str  # of the script, which every element runs
+    array: list[str]  # options of sbatch
+    render: list[str]  # of the later job, without its dependency
+
+    def __str__(self) -> str:
+        """The two calls of sbatch, and the script."""
+        first = shlex.join(["sbatch", *self.array, str(self.script)])
+        then = shlex.join(["sbatch", "--dependency=afterany:JOB", *self.render])
+        return f"{first}\n{then}  # JOB: the id of the array\n\n# {self.script}\n{self.text}"
+
+
+def planned(
+    root: Path,
+    table: str,
+    arguments: Sequence[str],
+    tasks: Sequence[int],
+    site: Site,
+    command: str = "run_table",
+) -> Plan:
+    """Return an array with the elements ``tasks``, and the job that renders the tables after it.
+
+    arguments: those of ``command``, without the ones for Slurm. Nothing is written.
     """
-    require_sbatch()
     folder = root / "runs" / table / "slurm"
-    # sbatch does not make the folder of its logs, and the job would fail without a word.
-    folder.mkdir(parents=True, exist_ok=True)
     # The same Python: a job has no activated environment.
-    runner = [sys.executable, "-m", "lrpe_fairseq.experiments", "run_table", *arguments]
-    script = folder / "job.sh"
-    script.write_text(job_script(root, folder, runner, site), encoding="utf-8")
+    runner = [sys.executable, "-m", "lrpe_fairseq.experiments", command, *arguments]
     at_most = f"%{site.running}" if site.running else ""
     array = [
         f"--array={','.join(map(str, tasks))}{at_most}",
@@ -150,13 +164,24 @@ def submit(
         *(f"--job-name=lrpe-{table}", f"--output={folder}/%a.log"),
         *site.options(),
     ]
-    job = _sbatch([*array, str(script)])
     render = shlex.join([sys.executable, "-c", RENDER.format(table)])
-    # afterany, not afterok: pages show what has finished.
-    after = [f"--dependency=afterany:{job}", f"--job-name=lrpe-{table}-tables"]
     where = [f"--chdir={root}", f"--output={folder}/tables.log"]
+    after = [f"--job-name=lrpe-{table}-tables", *where, *site.named(*ACCOUNTING)]
+    text = job_script(root, folder, runner, site)
+    return Plan(folder / "job.sh", text, array, [*after, f"--wrap={render}"])
+
+
+def submit(plan: Plan) -> str:
+    """Submit a plan; return the array's job id.
+
+    Raises: ValueError with sbatch's message if it fails.
+    """
+    require_sbatch()
+    plan.script.parent.mkdir(parents=True, exist_ok=True)
+    plan.script.write_text(plan.text, encoding="utf-8")
+    job = _sbatch([*plan.array, str(plan.script)])
     try:
-        _sbatch([*after, *where, *site.named(*ACCOUNTING), f"--wrap={render}"])
+        _sbatch([f"--dependency=afterany:{job}", *plan.render])
     except ValueError as error:
         raise ValueError(
             f"job array {job} was submitted, but not the job that renders the tables after it "

@@ -18,7 +18,13 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from lrpe_fairseq.experiments.data import folders
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, provenance, runs
+from lrpe_fairseq.experiments.records import (
+    checkpoints,
+    fairseq_log,
+    precision,
+    provenance,
+    runs,
+)
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.machine import environment
@@ -89,7 +95,8 @@ class TrainingRun(ABC):
         yaml = load_config(config)
         data = ROOT / folders.data_home(yaml.task.data)
         if cls.data_name and cell.dataset:
-            data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=scale)
+            base, _ = precision.parted(scale)
+            data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=base)
         # One run without a rate in its name, unless the family searches rates.
         rates: list[Any] = [""]
         if "{lr}" in cls.run_name:
@@ -111,7 +118,7 @@ class TrainingRun(ABC):
                 scale=scale,
                 folder=ROOT / "runs" / table.name / name,
                 result=ROOT / "results" / "runs" / table.name / f"{name}.json",
-                overrides=(*rate, *cls._overrides(cell, yaml)),
+                overrides=(*rate, *cls._overrides(cell, yaml), *precision.overrides(scale, yaml)),
                 evaluations=tuple(dict.fromkeys([*cls.always, *cell.evaluations])),
                 **cls.fields_of(table),
             )
@@ -255,6 +262,16 @@ class TrainingRun(ABC):
                 f"{machine.described(settings)}, so {part.processes} of them are used"
             )
         return part
+
+    def divided(self, processes: int) -> str:
+        """Return in words how processes share an update, as :meth:`usable` chooses them."""
+        settings, count = self.settings(), processes
+        while count > 1 and not machine.division(settings, count):
+            count -= 1
+        parts = machine.divided(settings, count) if count > 1 else {}
+        parts = parts or {"optimization.update_freq": str(list(settings.optimization.update_freq))}
+        said = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in parts.items())
+        return f"{count} of {processes} processes, world size {count}, {said}"
 
     def prepare_data(self, source: Path | None = None) -> None:
         """Prepare the data if they are missing, from ``source`` or the network."""

@@ -171,6 +171,7 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
     if not width:
         return x
     a, b = x[..., :width].unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = turn.real, turn.imag
+    cos = turn.real
+    sin = turn.imag
     pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     return pairs if width == x.shape[-1] else torch.cat([pairs, x[..., width:]], -1)

@@ -121,7 +121,8 @@ class _Encoded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, power, variant):
         out = x.new_empty(*x.shape[:3], x.shape[-1] * (2 if variant.wide else 1))
-        ctx.variant, ctx.threads = variant, torch.get_num_threads()
+        ctx.variant = variant
+        ctx.threads = torch.get_num_threads()
         _run("forward", ctx, x.shape, p, power, x=x, out=out)
         # the gradient of a linear map of x does not depend on x
         needs_x = variant.phi or any(ctx.needs_input_grad[1:3])
@@ -186,7 +187,8 @@ def _run(
 ) -> None:
     """Call the library's function for ``direction`` with the named tensors of its struct."""
     batch, heads, time, width = shape
-    variant, cpp = ctx.variant, library()
+    variant = ctx.variant
+    cpp = library()
     call = cpp.Call(
         batch=batch,
         heads=heads,
@@ -200,9 +202,7 @@ def _run(
         threads=ctx.threads,
         p=loader.pointer(p),
         grad_units=loader.pointer(grad_units),
-        at=loader.view(_over_batch(power, batch)),
     )
-    for name, x in tensors.items():
-        setattr(call, name, loader.view(x))
+    loader.set_views(call, {"at": _over_batch(power, batch), **tensors})
     name = "fourier" if variant.fourier else "encode"
     getattr(cpp, f"{name}_{direction}")(ctypes.byref(call))

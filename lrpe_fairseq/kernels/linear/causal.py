@@ -52,7 +52,9 @@ def definition(
     q, k, v = (cut(x, chunks, size) for x in (q, k, v))
     scores = product(q, k.mT).tril()  # of the pairs within a chunk
     # what reads the state before the chunk, and what is added to the state after it
-    q_in, k_in, logs = q, k, None
+    q_in = q
+    k_in = k
+    logs = None
     if log_decay is not None:
         total = decay_in_chunk(log_decay, length, chunks, size)  # B H N C
         # above the diagonal exponents would be positive: tril comes before exp

@@ -102,7 +102,8 @@ def _gradients_as_graph(
     def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
         return causal.present(*causal.definition(q, k, v, wanted, log_decay, eps))
 
-    inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
+    inputs = ctx.saved_tensors[:4]
+    needed = ctx.needs_input_grad[:4]
     grads = causal.present(grad, grad_denominators)
     return *gradients_of(definition, inputs, needed, grads), None, None
 
@@ -120,9 +121,12 @@ def _run(
     wanted, eps = settings
     q, v = tensors["q"], tensors["v"]
     rates, tensors["gates"] = _decay_of(log_decay, q)
-    sizes = dict(zip(("batch", "heads", "time", "keys"), q.shape, strict=True))
+    batch, heads, time, keys = q.shape
     call = library().Call(
-        **sizes,
+        batch=batch,
+        heads=heads,
+        time=time,
+        keys=keys,
         values=v.shape[-1],
         segment=SEGMENT,
         threads=torch.get_num_threads(),
@@ -131,8 +135,8 @@ def _run(
         normalizes=wanted == "normalized",
         eps=eps,
         log_decay=loader.pointer(rates),
-        **{name: loader.view(x) for name, x in tensors.items()},
     )
+    loader.set_views(call, tensors)
     getattr(library(), name)(ctypes.byref(call))
 
 

@@ -65,7 +65,8 @@ class _Product(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a b in float32, with factors rounded to ``dtype`` and float32 sums."""
-    (a, rows), (b, columns) = _narrow(a, -1, dtype), _narrow(b, -2, dtype)
+    a, rows = _narrow(a, -1, dtype)
+    b, columns = _narrow(b, -2, dtype)
     if a.is_cuda and dtype != torch.float32:
         flat = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
         out = flat.unflatten(0, a.shape[:-2])
