@@ -432,6 +432,12 @@ class MultiheadAttention(ProjectedAttention):
         options |= {"starts": tokens.starts, "transport": tokens.transport}
         return linear_attention(q, k, ones, **options).squeeze(-1)
 
+    def feature_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return phi(q) and phi(k) of x (B, T, C) without the encoding, (B, H, T, D) each."""
+        check_tokens(x)
+        q, k, _ = self._project(x, tokens=tokens_of(x))
+        return feature_maps(q, k)
+
     def _log_decay(
         self, x: Tensor, padding: Tensor | None = None, in_slots: bool = True
     ) -> Tensor | None:
