@@ -10,7 +10,12 @@ from torch import distributed as dist
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.attention.parallel import bytes_sent, sequence_parallel
+from lrpe_fairseq.attention.parallel import (
+    _OneProcess,
+    bytes_sent,
+    own_dropout,
+    sequence_parallel,
+)
 from tests.attention import split
 from tests.attention.split import BATCH, CASES, EVERY_NAME, LENGTH, WIDTH
 from tests.end_to_end.cases import sampled
@@ -91,6 +96,19 @@ def test_fully_sharded_plain_modules_have_the_gradients_of_whole_ones(what, erro
     for size in SIZES:
         for found in errors[size]:
             assert found[split.SHARDED][what] < 1e-12
+
+
+def test_ranks_drop_weights_independently_and_their_generators_stay_alike():
+    dropped, later = [], []
+    for rank in range(2):
+        torch.manual_seed(3)
+        sequence = _OneProcess(2, LENGTH)
+        sequence.rank = rank
+        with own_dropout(sequence, 0.1, torch.zeros(1)):
+            dropped.append(torch.rand(4))
+        later.append(torch.rand(4))
+    assert not torch.equal(*dropped)
+    assert torch.equal(*later)
 
 
 # --- what cannot be split ----------------------------------------------------------------------
