@@ -242,7 +242,8 @@ class MultiheadAttention(ProjectedAttention):
         """Refuse what does not belong to x, to this layer or to causal attention."""
         check_tokens(x, key_padding_mask, positions, starts, self.embed_dim)
         if self._sequence is not None:
-            parallel.check(self._sequence, x, self.causal, keep_state or state is not None)
+            has_state = keep_state or state is not None
+            parallel.check(self._sequence, x, self.causal, has_state, self.encoding)
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         pieces = keep_state or state is not None or starts is not None
@@ -430,6 +431,12 @@ class MultiheadAttention(ProjectedAttention):
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
         options |= {"starts": tokens.starts, "transport": tokens.transport}
         return linear_attention(q, k, ones, **options).squeeze(-1)
+
+    def feature_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return phi(q) and phi(k) of x (B, T, C) without the encoding, (B, H, T, D) each."""
+        check_tokens(x)
+        q, k, _ = self._project(x, tokens=tokens_of(x))
+        return feature_maps(q, k)
 
     def _log_decay(
         self, x: Tensor, padding: Tensor | None = None, in_slots: bool = True

@@ -16,6 +16,7 @@ COMMANDS = (
     "eval_glue",
     "prepare",
     "ngrams",
+    "pairs",
     "quickstart",
     "doctor",
     "export",

@@ -133,6 +133,9 @@ class Encoding(Float32Module):
     """"fixed" or "learned" for an encoding that takes ``angles.AngleOptions``; else empty."""
     whole_texts: str = ""
     """Why self-attention may read whole texts only, in one sentence; empty if it also decodes."""
+    unsplit: str = ""
+    """Why a text cannot be split over processes, in one sentence; empty if it can. Encodings with
+    :attr:`whole_texts` cannot be split either."""
     content_scale: float = 1.0
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""

@@ -301,8 +301,12 @@ class SlowUnitary(Slow, LearnedUnitary):
 
 def _apply_loaded_length(core: Rotation, keys: object) -> None:
     """Compute fixed angles of the spectrum "turns" from the length in a checkpoint."""
-    given = core.options.rotation_spectrum, core.options.rotation_fraction
-    core.theta = spectrum(core.theta, *given, int(core.spectrum_length))
+    core.theta = spectrum(
+        core.theta,
+        kind=core.options.rotation_spectrum,
+        fraction=core.options.rotation_fraction,
+        length=int(core.spectrum_length),
+    )
     core.theta_without_floor = core.theta
 
 

@@ -121,13 +121,13 @@ class RotationOptions:
 
         Raises: ChoiceError if none is left.
         """
-        given = self.rotation_spectrum, self.rotation_fraction, self.context_length
-        if self.rotation_spectrum != "partial" and not kept_pairs(len(theta), given[1]):
+        kind, fraction = self.rotation_spectrum, self.rotation_fraction
+        if kind != "partial" and not kept_pairs(len(theta), fraction):
             raise ChoiceError(
-                f"--rotation-fraction {self.rotation_fraction:g} leaves none of the {len(theta)} "
+                f"--rotation-fraction {fraction:g} leaves none of the {len(theta)} "
                 "angles of a head: raise it"
             )
-        return spectrum(theta, *given)
+        return spectrum(theta, kind=kind, fraction=fraction, length=self.context_length)
 
     @property
     def score_factor(self) -> float:

@@ -64,6 +64,10 @@ def gated_channel(
     encoding = inner(spec)
     encoding.forget_gate = ChannelGate(spec, channels_of(encoding))
     encoding.causal_only, encoding.serves_softmax = True, False
+    encoding.unsplit = (
+        "gates of single features cannot be split over processes: choose gated:<name>, or train "
+        "in one process"
+    )
     encoding.properties = replace(encoding.properties, contextual=True)
     encoding.card = Card(
         mechanism="gate",

@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.report import (
     columns,
     markdown,
     orders,
+    pairs,
     plots,
     selection,
     speed,
@@ -57,6 +58,7 @@ def pages(root: Path) -> dict[str, str]:
             title=main.title if main else name.capitalize(),
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
+            pairs=pairs.section(root),
             signs=any(table.compare == "rows" for table in tables),
             ngrams=any(view.yardstick for view in views),
         )
