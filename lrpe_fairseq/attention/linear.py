@@ -765,7 +765,8 @@ def _advance_by_one(
         rate = torch.exp(log_decay.to(q))  # H, B H 1, or B H 1 D
         rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate
         rate = rate.squeeze(2) if _by_feature(log_decay) else rate  # B H D
-        kv, keys = kv * rate.unsqueeze(-1), keys * rate
+        kv = kv * rate.unsqueeze(-1)
+        keys = keys * rate if with_denominator else keys
     kv = torch.addcmul(kv, k.transpose(-1, -2), v)
     denominator = None
     if with_denominator:
