@@ -235,11 +235,9 @@ def linear_attention(
     """
     _check_documents(q, causal, starts, transport)
     dtype = dtype or v.dtype
-    by_feature = _by_feature(log_decay)
-    if by_feature and not causal:
-        raise ValueError("a decay of single features needs causal=True")
+    in_blocks = transport is not None or _by_feature(log_decay)
     kernel = None
-    if transport is None and not by_feature:
+    if not in_blocks:
         kernel = dispatch.linear_kernel(q, v, log_decay, causal)
     rows = _prepare(
         q,
@@ -252,7 +250,7 @@ def linear_attention(
         log_decay=log_decay,
         widen=kernel is None,
     )
-    if transport is not None or by_feature:  # no kernel: the text is one block without a past
+    if in_blocks:  # no kernel serves it: the text is one block without a past
         state = _empty_state(rows.q, rows.v, rows.content)
         return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)[0]
     call = _Call(kernel, causal, key_padding_mask, starts)

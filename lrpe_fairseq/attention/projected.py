@@ -20,6 +20,7 @@ from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
 from lrpe_fairseq.encodings import LONGEST, EncodingOptions, build_encoding, check_number
 from lrpe_fairseq.encodings.core.forms import Planes
 from lrpe_fairseq.encodings.core.networks import as_stored, stored
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import outside_graphs
@@ -73,17 +74,7 @@ class ProjectedAttention(nn.Module):
         self.encoding = build_encoding(
             position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
         )
-        if attention_type == "linear" and not self.encoding.serves_linear:
-            needed = "states" if self.encoding.has_states else "the score matrix"
-            raise ChoiceError(
-                f"position encoding {position_encoding!r} needs {needed}, which linear "
-                "attention does not compute; use it with softmax attention"
-            )
-        if attention_type == "softmax" and not self.encoding.serves_softmax:
-            raise ChoiceError(
-                f"position encoding {position_encoding!r} decays every feature by a factor of its "
-                "own, which is no bias of a score; use it with linear attention"
-            )
+        _check_served(self.encoding, attention_type)
         for name, projection in self._projections(embed_dim, qkv_bias).items():
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
@@ -326,6 +317,21 @@ def warn_about_compiler() -> None:
         "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
         "eager execution"
     )
+
+
+def _check_served(encoding: Encoding, attention_type: str) -> None:
+    """Refuse an encoding that the attention type does not support."""
+    if attention_type == "linear" and not encoding.serves_linear:
+        needed = "states" if encoding.has_states else "the score matrix"
+        raise ChoiceError(
+            f"position encoding {encoding.name!r} needs {needed}, which linear attention does not "
+            "compute; use it with softmax attention"
+        )
+    if attention_type == "softmax" and not encoding.serves_softmax:
+        raise ChoiceError(
+            f"position encoding {encoding.name!r} decays every feature by a factor of its own, "
+            "which is no bias of a score; use it with linear attention"
+        )
 
 
 def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
