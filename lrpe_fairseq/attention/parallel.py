@@ -33,7 +33,9 @@ from lrpe_fairseq.attention.transport import carried, carried_sums
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.encodings.core.history import Earlier, history
 from lrpe_fairseq.encodings.core.positions import PositionCache, counted
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.encodings.core.randomness import noise_of
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.conditions import without_autocast
 
 _current: list["SplitSequence"] = []
@@ -275,13 +277,16 @@ def _before_a_start(starts: Tensor) -> Tensor:
     return later.flip(1).cumsum(1).flip(1) > 0
 
 
-def check(sequence: SplitSequence, x: Tensor, causal: bool, has_state: bool) -> None:
+def check(
+    sequence: SplitSequence, x: Tensor, causal: bool, has_state: bool, encoding: Encoding
+) -> None:
     """Refuse a call of attention that cannot be split.
 
     x: (B, T, C). has_state: True if it continues or returns a state, or has a memory.
-    Raises: ValueError, in one sentence, for attention to later tokens, a state, or another number
-        of tokens than that of this rank's part.
+    Raises: ValueError, in one sentence, for attention to later tokens, a state, another number of
+        tokens than that of this rank's part, or an encoding that cannot be split.
     """
+    check_encoding(encoding)
     if not causal:
         raise ValueError(
             "attention to later tokens cannot be split over processes: leave sequence_parallel, or "
@@ -316,6 +321,12 @@ def own_dropout(past: Any, dropout: float, x: Tensor) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
+
+
+def check_encoding(encoding: Encoding) -> None:
+    """Raise ChoiceError if texts with this encoding cannot be split over processes."""
+    if reason := encoding.unsplit or encoding.whole_texts:
+        raise ChoiceError(reason)
 
 
 # --- the tokens before a part ------------------------------------------------------------------

@@ -44,14 +44,14 @@ def parse_parts(text: str) -> frozenset[str]:
 class HeadNorm(nn.Module):
     """x / sqrt(mean x^2 + eps) over the D features of each head, times a weight (H D,), 1 at first.
 
-    Computed in float32 or wider.
+    Computed in float32 or wider. heads: the number of heads, if they are not those of the queries.
     """
 
-    def __init__(self, spec: EncodingSpec, eps: float) -> None:
+    def __init__(self, spec: EncodingSpec, eps: float, heads: int | None = None) -> None:
         super().__init__()
-        self.heads = spec.num_heads
+        self.heads = spec.num_heads if heads is None else heads
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(spec.num_heads * spec.head_dim))
+        self.weight = nn.Parameter(torch.ones(self.heads * spec.head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (B, H, T, D), in its dtype."""
@@ -73,7 +73,7 @@ class Gate(nn.Module):
         super().__init__()
         spec = encoding.spec
         generator = spec.generator(stream, encoding.streams)
-        self.weight = drawn(generator, size, spec.num_heads * spec.head_dim)
+        self.weight = drawn(generator, size, spec.input_width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the gates (B, T, N) of x (B, T, C), in float32 or wider."""
@@ -82,16 +82,19 @@ class Gate(nn.Module):
 
 
 class KVShift(Gate):
-    """Mix keys and values with those of the real token before, 0 at the start of a document."""
+    """Mix keys and values with those of the real token before, 0 at the start of a document.
 
-    def __init__(self, encoding: Encoding) -> None:
-        super().__init__(encoding, 2 * encoding.spec.num_heads, "kv-shift")
+    heads: the number of heads of keys and values.
+    """
+
+    def __init__(self, encoding: Encoding, heads: int) -> None:
+        super().__init__(encoding, 2 * heads, "kv-shift")
 
     def shifted(self, x: Tensor, kv: Tensor, tokens: Tokens) -> Tensor:
         """Return keys and values of x (B, T, C) after the shift.
 
-        kv: (B, T, 2 C), the projections, keys first. Those of the last real token are kept for the
-        next call in ``tokens.history``.
+        kv: (B, T, 2 K D), the projections to K heads, keys first. Those of the last real token are
+        kept for the next call in ``tokens.history``.
         """
         past = {} if tokens.history is None else tokens.history
         (before,), past["kv-shift"] = history(

@@ -1,6 +1,6 @@
 """What self- and cross-attention have in common: projections, encoding, feature map and output.
 
-Axes: B batch, H heads, T query time, S key time, D key width, E value width, C = H D.
+Axes: B batch, H heads, T query time, S key time, D key width, E value width, C width.
 """
 
 import warnings
@@ -58,35 +58,75 @@ class ProjectedAttention(nn.Module):
         options: EncodingOptions | None = None,
         wrap_linear: Callable[[nn.Linear], nn.Module] = lambda linear: linear,
         qkv_bias: bool = True,
+        out_bias: bool = True,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        score_scale: float | None = None,
         **encoding_options: Any,
     ) -> None:
         super().__init__()
         if options is not None and encoding_options:
             raise ValueError("give the options of an encoding by keyword or as options, not both")
         options = EncodingOptions(**encoding_options) if options is None else options
-        _check_choices(embed_dim, num_heads, attention_type, normalizer)
+        _check_choices(attention_type, normalizer)
         _check_dropout(dropout)
-        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        _check_biases(qkv_bias=qkv_bias, out_bias=out_bias)
+        self.embed_dim, self.num_heads, self.score_scale = embed_dim, num_heads, score_scale
+        self.num_kv_heads = _checked_kv_heads(num_heads, num_kv_heads)
+        self.head_dim = _checked_head_dim(embed_dim, num_heads, head_dim)
         self.attention_type, self.normalizer = attention_type, normalizer
         self.causal, self.dropout, self.retain_dropout = causal, dropout, False
         self.window = checked_window(window, causal)
         self.given = Given()  # for calls of forward; a stack of layers shares one
-        self.encoding = build_encoding(
-            position_encoding, self.head_dim, num_heads, causal=causal, seed=seed, options=options
-        )
-        _check_served(self.encoding, attention_type)
-        for name, projection in self._projections(embed_dim, qkv_bias).items():
+        self.encoding = self._build_encoding(position_encoding, seed, options)
+        for name, projection in self._projections(qkv_bias, out_bias).items():
             setattr(self, name, wrap_linear(projection))
         use_norm = attention_type == "linear" and normalizer == "layernorm"
-        self.norm = nn.LayerNorm(embed_dim) if use_norm else None
+        self.norm = nn.LayerNorm(num_heads * self.head_dim) if use_norm else None
         self.parts = parse_parts(parts)
         self._add_parts(self.parts)
         self.update: nn.Module | None = None
         """What a layer adds to the states of the encoding; see ``MultiheadAttention.advance``."""
         self._read: list[Tensor] = []  # the states, and their means by the weights
 
-    def _projections(self, width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
-        return _self_projections(width, qkv_bias)
+    def _build_encoding(self, name: str, seed: int, options: EncodingOptions) -> Encoding:
+        """Return the encoding. Raises: ChoiceError if attention does not support it."""
+        of_heads = self.num_heads * self.head_dim
+        encoding = build_encoding(
+            name,
+            self.head_dim,
+            self.num_heads,
+            causal=self.causal,
+            seed=seed,
+            options=options,
+            width=None if of_heads == self.embed_dim else self.embed_dim,
+            score_scale=self.score_scale,
+        )
+        if self.attention_type == "linear" and not encoding.serves_linear:
+            needed = "states" if encoding.has_states else "the score matrix"
+            raise ChoiceError(
+                f"position encoding {name!r} needs {needed}, which linear "
+                "attention does not compute; use it with softmax attention"
+            )
+        if self.attention_type == "softmax" and not encoding.serves_softmax:
+            raise ChoiceError(
+                f"position encoding {name!r} decays every feature by a factor of its own, which is "
+                "no bias of a score; use it with linear attention"
+            )
+        return encoding
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that read one head of keys and values."""
+        return self.num_heads // self.num_kv_heads
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the numbers of features that the projections to q, k and v compute."""
+        of_keys = self.num_kv_heads * self.head_dim
+        return {"q_proj": self.num_heads * self.head_dim, "k_proj": of_keys, "v_proj": of_keys}
+
+    def _projections(self, qkv_bias: bool, out_bias: bool) -> dict[str, nn.Linear]:
+        return _self_projections(self.embed_dim, self._sizes(), qkv_bias, out_bias)
 
     def _add_parts(self, parts: frozenset[str]) -> None:
         """Build the ``attention.parts``; their parameters exist only where they are used."""
@@ -97,12 +137,13 @@ class ProjectedAttention(nn.Module):
             )
         spec, width = self.encoding.spec, self.num_heads * self.head_dim
         self.q_norm, self.k_norm = (
-            HeadNorm(spec, 1e-5) if "qk-norm" in parts else None for _ in range(2)
+            HeadNorm(spec, 1e-5, heads) if "qk-norm" in parts else None
+            for heads in (self.num_heads, self.num_kv_heads)
         )
         self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
         gate, shift = (name in parts for name in ("output-gate", "kv-shift"))
         self.out_gate = Gate(self.encoding, width, "output-gate") if gate else None
-        self.kv_shift = KVShift(self.encoding) if shift else None
+        self.kv_shift = KVShift(self.encoding, self.num_kv_heads) if shift else None
 
     @property
     def owner(self) -> Owner:
@@ -115,6 +156,7 @@ class ProjectedAttention(nn.Module):
             spec=self.encoding.spec,
             window=self.window,
             parts=self.parts,
+            kv_heads=self.num_kv_heads,
         )
 
     # --- fairseq's interface -------------------------------------------------------------------
@@ -153,16 +195,24 @@ class ProjectedAttention(nn.Module):
     def _state_key(self) -> str:
         return f"lrpe_attention.{id(self)}"
 
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
+        """Called by fairseq before a checkpoint is loaded: split projections of before 2020."""
+        split_in_projections(state_dict, f"{name}." if name else "")
+
     # --- projections ---------------------------------------------------------------------------
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, H, T, D)."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        """(B, T, H D) -> (B, H, T, D), of any number of heads."""
+        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
+
+    def _for_queries(self, x: Tensor) -> Tensor:
+        """Repeat heads of keys or values (B, K, S, D) for their queries, (B, H, S, D)."""
+        return x if x.shape[1] == self.num_heads else x.repeat_interleave(self.group, 1)
 
     def _mapped(self, function: Callable[[Tensor], Tensor], x: Tensor, time_first: bool) -> Tensor:
         """Return the heads (B, H, T, D) of a function of the last axis of :func:`stored` x."""
         y = function(x)
-        y = y.view(*y.shape[:2], self.num_heads, self.head_dim)
+        y = y.view(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim)  # also of no token
         return y.permute(1, 2, 0, 3) if time_first else y.transpose(1, 2)
 
     def _project(
@@ -170,7 +220,8 @@ class ProjectedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q of x (B, T, C), and k and v of the memory (B, S, C'), or of x.
 
-        They are shifted and normalized where parts say so. tokens: of x, for a shift.
+        They are shifted and normalized where parts say so, and repeated for the queries that share
+        them. tokens: of x, for a shift.
         """
         x_stored = stored(x)
         q = self._queries(*x_stored)
@@ -182,7 +233,8 @@ class ProjectedAttention(nn.Module):
             kv = torch.cat([as_stored(self.k_proj, x), as_stored(self.v_proj, x)], -1)
             kv = self.kv_shift.shifted(x, kv, tokens or tokens_of(x))
             k, v = map(self._heads, kv.chunk(2, -1))
-        return q, k if self.k_norm is None else self.k_norm(k), v
+        k = k if self.k_norm is None else self.k_norm(k)
+        return q, self._for_queries(k), self._for_queries(v)
 
     def _queries(self, x: Tensor, time_first: bool) -> Tensor:
         """Return q (B, H, T, D) of :func:`stored` x, normalized if a part says so."""
@@ -209,8 +261,9 @@ class ProjectedAttention(nn.Module):
             return q, k, v
         q_planes = self._folded(fold.projection, self.q_proj, x)
         k_planes = self._folded(fold.projection, self.k_proj, source)
+        k_planes = tuple(map(self._for_queries, k_planes))
         q, k = fold.turn(q_planes, k_planes, queries.read_by_encoding, keys.read_by_encoding)
-        return q, k, self._mapped(self.v_proj, *stored(source))
+        return q, k, self._for_queries(self._mapped(self.v_proj, *stored(source)))
 
     def _folds(self, x: Tensor, source: Tensor) -> bool:
         """True if P is multiplied into the weights of q and k.
@@ -235,10 +288,12 @@ class ProjectedAttention(nn.Module):
         self, p: Callable[[Tensor], Planes], projection: nn.Linear, x: Tensor
     ) -> tuple[Tensor, ...]:
         """Return the planes of (P W) x + P b, (B, H, T, D) each; P W is computed once per call."""
-        weight = projection.weight.unflatten(0, (self.num_heads, self.head_dim)).mT  # H C D
+        weight = projection.weight.unflatten(0, (-1, self.head_dim)).mT  # H C D
         bias = projection.bias
         bias = weight.new_zeros(len(projection.weight)) if bias is None else bias
-        bias = bias.unflatten(0, (self.num_heads, 1, self.head_dim))  # H 1 D
+        bias = bias.unflatten(0, (-1, 1, self.head_dim))  # H 1 D
+        if self.encoding.keys_by_head and len(weight) < self.num_heads:
+            weight, bias = (part.repeat_interleave(self.group, 0) for part in (weight, bias))
         x, time_first = stored(x)
         planes = []
         for w, b in zip(p(weight), p(bias), strict=True):
@@ -251,13 +306,24 @@ class ProjectedAttention(nn.Module):
     def _features(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Apply feature map and encoding to q (B, H, T, D) and k (B, H, S, D), in the right order.
+        """Return the features of q (B, H, T, D) and k (B, H, S, D), whose products are the scores.
 
-        q_positions, k_positions: what the encoding reads; one object if they are equal.
+        Feature map and encoding are applied in the right order, and q is scaled. q_positions,
+        k_positions: what the encoding reads; one object if they are equal.
         """
         if self.encoding.denominator_vanishes and q.dtype == torch.float16:
             self._warn_about_denominator()
-        return self.encoding.encode_both(q, k, q_positions, k_positions, phi=True)
+        q, k = self.encoding.encode_both(q, k, q_positions, k_positions, phi=True)
+        return self._scaled(q), k
+
+    def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features of q and k without encoding, for the normalizer "content"."""
+        q, k = dispatch.feature_maps(q, k)
+        return self._scaled(q), k
+
+    def _scaled(self, features: Tensor) -> Tensor:
+        """Multiply the features of queries in linear attention by ``score_scale``."""
+        return features if self.score_scale is None else features * self.score_scale
 
     def _warn_about_denominator(self) -> None:
         if self.normalizer == "rotated":
@@ -300,6 +366,20 @@ class ProjectedAttention(nn.Module):
         return F.layer_norm(y, self.norm.normalized_shape, weight, bias, self.norm.eps)
 
 
+def split_in_projections(state: dict[str, Tensor], prefix: str | None = None) -> None:
+    """Split ``in_proj_weight`` and ``in_proj_bias`` of fairseq before 2020 into q, k and v.
+
+    state: names -> tensors, changed in place. prefix: of the module; None for all modules.
+    """
+    for name in list(state):
+        module, point, last = name.rpartition(".")
+        module += point
+        if last in ("in_proj_weight", "in_proj_bias") and prefix in (None, module):
+            parts = state.pop(name).chunk(3)
+            for projection, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+                state[f"{module}{projection}.{last.removeprefix('in_proj_')}"] = part
+
+
 def feature_map(x: Tensor) -> Tensor:
     """Compute phi(x), x (B, H, T, D), in one pass over memory if the Triton kernel supports x."""
     return dispatch.feature_maps(x)[0]
@@ -319,26 +399,34 @@ def warn_about_compiler() -> None:
     )
 
 
-def _check_served(encoding: Encoding, attention_type: str) -> None:
-    """Refuse an encoding that the attention type does not support."""
-    if attention_type == "linear" and not encoding.serves_linear:
-        needed = "states" if encoding.has_states else "the score matrix"
-        raise ChoiceError(
-            f"position encoding {encoding.name!r} needs {needed}, which linear attention does not "
-            "compute; use it with softmax attention"
-        )
-    if attention_type == "softmax" and not encoding.serves_softmax:
-        raise ChoiceError(
-            f"position encoding {encoding.name!r} decays every feature by a factor of its own, "
-            "which is no bias of a score; use it with linear attention"
-        )
-
-
-def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normalizer: str) -> None:
+def _checked_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
+    """Return D: ``head_dim``, by default C / H. Raises: ChoiceError if H does not divide C then."""
     check_number("embed_dim", embed_dim, least=1, most=LONGEST)
-    check_number("num_heads", num_heads)
-    if num_heads < 1 or embed_dim % num_heads:
+    if head_dim is not None:
+        check_number("head_dim", head_dim, least=1, most=LONGEST)
+        return head_dim
+    if embed_dim % num_heads:
         raise ChoiceError(f"the width {embed_dim} is not divisible by {num_heads} attention heads")
+    return embed_dim // num_heads
+
+
+def _checked_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+    """Return the number of heads of keys and values, by default H."""
+    check_number("num_heads", num_heads)
+    if num_heads < 1:
+        raise ChoiceError(f"num_heads must be at least 1, not {num_heads}")
+    if num_kv_heads is None:
+        return num_heads
+    check_number("num_kv_heads", num_kv_heads, least=1, most=LONGEST)
+    if num_heads % num_kv_heads:
+        raise ChoiceError(
+            f"{num_kv_heads} heads of keys and values cannot be shared equally by {num_heads} "
+            "attention heads: choose a number that divides it"
+        )
+    return num_kv_heads
+
+
+def _check_choices(attention_type: str, normalizer: str) -> None:
     if attention_type not in ATTENTION_TYPES:
         raise ChoiceError(
             f"unknown attention type {attention_type!r}; choose one of {', '.join(ATTENTION_TYPES)}"
@@ -347,6 +435,12 @@ def _check_choices(embed_dim: int, num_heads: int, attention_type: str, normaliz
         raise ChoiceError(
             f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
         )
+
+
+def _check_biases(**biases: bool) -> None:
+    for name, bias in biases.items():
+        if not isinstance(bias, bool):
+            raise ChoiceError(f"{name} must be true or false, not {bias!r}")
 
 
 def _check_dropout(dropout: float) -> None:
@@ -375,17 +469,20 @@ def checked_window(window: int | None, causal: bool) -> int | None:
     return window
 
 
-def _self_projections(width: int, qkv_bias: bool) -> dict[str, nn.Linear]:
+def _self_projections(
+    width: int, sizes: dict[str, int], qkv_bias: bool, out_bias: bool
+) -> dict[str, nn.Linear]:
     """Return the projections of self-attention, Xavier with gain 2^-0.5 (q, k, v) or 1, bias 0.
 
-    qkv_bias: False for q, k and v without biases.
+    sizes: the features of q, k and v by name. qkv_bias, out_bias: False for no biases of q, k and
+    v, or of the output.
     """
-    found = {n: _xavier_linear(width, 2**-0.5, qkv_bias) for n in ("q_proj", "k_proj", "v_proj")}
-    return {**found, "out_proj": _xavier_linear(width, 1.0, True)}
+    found = {n: _xavier_linear(width, size, 2**-0.5, qkv_bias) for n, size in sizes.items()}
+    return {**found, "out_proj": _xavier_linear(sizes["q_proj"], width, 1.0, out_bias)}
 
 
-def _xavier_linear(width: int, gain: float, bias: bool) -> nn.Linear:
-    linear = nn.Linear(width, width)  # the same draws with and without a bias
+def _xavier_linear(inputs: int, outputs: int, gain: float, bias: bool) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs)  # the same draws with and without a bias
     nn.init.xavier_uniform_(linear.weight, gain=gain)
     nn.init.zeros_(linear.bias)
     if not bias:
@@ -393,16 +490,22 @@ def _xavier_linear(width: int, gain: float, bias: bool) -> nn.Linear:
     return linear
 
 
-def cross_projections(width: int, memory_dim: int) -> dict[str, nn.Linear]:
+def cross_projections(
+    width: int, memory_dim: int, sizes: dict[str, int], out_bias: bool
+) -> dict[str, nn.Linear]:
     """Return the projections of cross-attention as fairseq's MultiheadAttention draws them.
 
     The order of the draws and the biases are fairseq's, so that under one seed a model starts from
-    the same weights with its cross-attention and with ours.
+    the same weights with its cross-attention and with ours. sizes, out_bias: see
+    :func:`_self_projections`.
     """
-    widths = {"k_proj": memory_dim, "v_proj": memory_dim, "q_proj": width, "out_proj": width}
-    projections = {name: nn.Linear(inputs, width) for name, inputs in widths.items()}
+    inputs = {"k_proj": memory_dim, "v_proj": memory_dim, "q_proj": width}
+    projections = {name: nn.Linear(given, sizes[name]) for name, given in inputs.items()}
+    projections["out_proj"] = nn.Linear(sizes["q_proj"], width)
     for name, linear in projections.items():
         gain = 2**-0.5 if name != "out_proj" and memory_dim == width else 1.0
         nn.init.xavier_uniform_(linear.weight, gain=gain)
     nn.init.zeros_(projections["out_proj"].bias)
+    if not out_bias:
+        projections["out_proj"].bias = None
     return projections

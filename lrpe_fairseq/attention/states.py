@@ -23,6 +23,7 @@ class Owner(NamedTuple):
     spec: EncodingSpec
     window: int | None
     parts: frozenset[str]
+    kv_heads: int
 
     def __str__(self) -> str:
         """Name what a reader would compare."""
@@ -31,6 +32,8 @@ class Owner(NamedTuple):
             f"{self.attention_type} {self.kind} with {self.encoding}{with_normalizer}, "
             f"{self.spec.num_heads} heads of width {self.spec.head_dim}"
         )
+        if self.kv_heads != self.spec.num_heads:
+            said += f" and {self.kv_heads} of keys and values"
         said += "" if self.window is None else f" and a window of {self.window}"
         return said + "".join(f", {part}" for part in sorted(self.parts))
 

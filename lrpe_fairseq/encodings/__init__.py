@@ -382,12 +382,14 @@ def build_encoding(
     causal: bool = False,
     seed: int = 0,
     options: EncodingOptions = EncodingOptions(),
+    width: int | None = None,
+    score_scale: float | None = None,
 ) -> Encoding:
     """Build the encoding ``name``.
 
     Args:
         name: a key of :data:`ENCODINGS` or a composed name of :data:`FAMILIES`.
-        head_dim, num_heads, causal, seed: see :class:`EncodingSpec`.
+        head_dim, num_heads, causal, seed, width, score_scale: see :class:`EncodingSpec`.
         options: options of individual methods, with checked values; those of other methods are
             ignored.
     Raises: ChoiceError for an unknown name (listing the names), options of rotations or of angles
@@ -402,7 +404,7 @@ def build_encoding(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
             "for an encoder or cross-attention"
         )
-    spec = EncodingSpec(head_dim, num_heads, causal, seed, options)
+    spec = EncodingSpec(head_dim, num_heads, causal, seed, options, width, score_scale)
     construct = constructor_of(name)
     flat = options.position_grid == "flat"
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)

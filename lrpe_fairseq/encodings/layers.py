@@ -39,6 +39,19 @@ def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
     return EncodingOptions(options.fidelity, **plain)
 
 
+def sizes_of_heads(options: Any) -> dict[str, Any]:
+    """Return the arguments of attention about its heads, from a model's configuration.
+
+    An option that a checkpoint does not contain yet has its default, as has 0.
+    """
+    return {
+        "num_kv_heads": getattr(options, "kv_heads", 0) or None,
+        "head_dim": getattr(options, "head_dim", 0) or None,
+        "out_bias": getattr(options, "out_bias", True),
+        "score_scale": getattr(options, "score_scale", 0.0) or None,
+    }
+
+
 def tokens_per_sample(options: Any) -> int:
     """Return the tokens of a training block in the options of a language model, 0 for others.
 

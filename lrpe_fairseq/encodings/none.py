@@ -32,5 +32,6 @@ class NoEncoding(Unchanged):
 
     @property
     def softmax_scale(self) -> float:
-        """D^-0.5, as stock attention has under every departure."""
-        return self.spec.head_dim**-0.5
+        """``score_scale``, or D^-0.5, as stock attention has under every departure."""
+        own = self.spec.score_scale
+        return self.spec.head_dim**-0.5 if own is None else own

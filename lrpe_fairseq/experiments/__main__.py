@@ -20,6 +20,8 @@ COMMANDS = (
     "quickstart",
     "doctor",
     "export",
+    "convert",
+    "import_roberta",
 )
 """The modules of ``commands``; each has a function ``main``, which takes the arguments."""
 

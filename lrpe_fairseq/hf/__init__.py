@@ -13,12 +13,24 @@ except ModuleNotFoundError as error:
     ) from None
 
 from lrpe_fairseq.hf.config import LRPEConfig
+from lrpe_fairseq.hf.convert import convert
+from lrpe_fairseq.hf.converted import register
 from lrpe_fairseq.hf.export import export
+from lrpe_fairseq.hf.families import plan
 from lrpe_fairseq.hf.model import LRPEForCausalLM, LRPEForMaskedLM, LRPEModel
 
-__all__ = ["LRPEConfig", "LRPEForCausalLM", "LRPEForMaskedLM", "LRPEModel", "export"]
+__all__ = [
+    "LRPEConfig",
+    "LRPEForCausalLM",
+    "LRPEForMaskedLM",
+    "LRPEModel",
+    "convert",
+    "export",
+    "plan",
+]
 
 transformers.AutoConfig.register(LRPEConfig.model_type, LRPEConfig, exist_ok=True)
 transformers.AutoModel.register(LRPEConfig, LRPEModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(LRPEConfig, LRPEForCausalLM, exist_ok=True)
 transformers.AutoModelForMaskedLM.register(LRPEConfig, LRPEForMaskedLM, exist_ok=True)
+register()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lrpe_fairseq.encodings import options_of_encodings, options_read_by
-from lrpe_fairseq.encodings.layers import encoding_options
+from lrpe_fairseq.encodings.layers import encoding_options, sizes_of_heads
 from lrpe_fairseq.hf.config import LRPEConfig
 from lrpe_fairseq.patterns import at_layer
 from lrpe_fairseq.safe_loading import load_sound, require_finite
@@ -207,6 +207,8 @@ def attention_of(options: Namespace, layer: int) -> dict[str, Any]:
         found["window"] = window
     if (parts := getattr(options, "attention_parts", "none")) != "none":
         found["parts"] = parts
+    usual = {"num_kv_heads": None, "head_dim": None, "out_bias": True, "score_scale": None}
+    found |= {n: value for n, value in sizes_of_heads(options).items() if value != usual[n]}
     own = encoding_options(options, layer)
     if own.fidelity:
         found["fidelity"] = sorted(own.fidelity)

@@ -19,6 +19,10 @@ OF_ATTENTION = (
     "parts",
     "seed",
     "qkv_bias",
+    "out_bias",
+    "num_kv_heads",
+    "head_dim",
+    "score_scale",
 )
 """Options of a layer that are arguments of ``MultiheadAttention``; the rest is its encoding's."""
 LAYER = {"attention_type": "linear", "position_encoding": "lrpe-type2"}

@@ -44,6 +44,8 @@ from lrpe_fairseq.hf.calls import (
     refuse_unknown,
 )
 from lrpe_fairseq.hf.config import LRPEConfig, attention_arguments
+from lrpe_fairseq.hf.generation import refuse_generation
+from lrpe_fairseq.hf.once import hold_once
 
 CODE = "modeling_lrpe"
 """The module beside the weights that ``trust_remote_code`` loads."""
@@ -275,16 +277,7 @@ class LRPEModel(LRPEPreTrainedModel):
             attention.given = self.given
         share_across_layers(self)
         self.codes = [part.code for part in self.modules() if isinstance(part, SPE)]
-        first = dict(self.named_tensors(remove_duplicate=True))
-        every = dict(self.named_tensors(remove_duplicate=False))
-        names = {id(tensor): name for name, tensor in first.items()}
-        self._aliases = {n: names[id(t)] for n, t in every.items() if n not in first}
-        self.register_state_dict_post_hook(_without_aliases)
-        self.register_load_state_dict_pre_hook(_with_aliases)
-
-    def named_tensors(self, **options: bool) -> list[tuple[str, Tensor]]:
-        """Return all parameters and buffers with their names. options: ``remove_duplicate``."""
-        return [*self.named_parameters(**options), *self.named_buffers(**options)]
+        hold_once(self)
 
     def _attention(self) -> list[MultiheadAttention]:
         return [layer.self_attn for layer in self.layers]
@@ -386,19 +379,6 @@ class LRPEModel(LRPEPreTrainedModel):
                 code.drawn = None
 
 
-def _without_aliases(model: LRPEModel, state: dict, prefix: str, metadata: dict) -> None:
-    """Remove shared tensors from a state dict but for the first; safetensors holds no aliases."""
-    for alias in model._aliases:
-        state.pop(prefix + alias, None)
-
-
-def _with_aliases(model: LRPEModel, state: dict, prefix: str, *more: Any) -> None:
-    """Add shared tensors to a state dict under all their names."""
-    for alias, name in model._aliases.items():
-        if prefix + name in state:
-            state.setdefault(prefix + alias, state[prefix + name])
-
-
 class LRPEForCausalLM(LRPEPreTrainedModel, GenerationMixin):
     """``lrpe_lm``: a language model that continues texts."""
 
@@ -480,28 +460,8 @@ class LRPEForCausalLM(LRPEPreTrainedModel, GenerationMixin):
             another cache than the dynamic one.
         """
         config = self.generation_config if generation_config is None else generation_config
-        for name, what in REFUSED.items():
-            if keywords.get(name, getattr(config, name, None)):
-                raise ValueError(
-                    f"{what} is not supported, because states of attention cannot forget the last "
-                    f"tokens: leave out {name}"
-                )
-        kind = keywords.get("cache_implementation", config.cache_implementation)
-        if kind not in (None, "dynamic", "dynamic_full"):
-            raise ValueError(
-                f"a cache that is {kind} cannot hold the states of lrpe_fairseq's attention: leave "
-                "out cache_implementation"
-            )
+        refuse_generation(config, keywords)
         return super().generate(inputs, generation_config, **keywords)
-
-
-REFUSED = {
-    "assistant_model": "decoding with an assistant",
-    "prompt_lookup_num_tokens": "prompt lookup",
-    "assistant_early_exit": "decoding with an early exit as assistant",
-    "penalty_alpha": "contrastive search",
-}
-"""Arguments of ``generate`` that need a cache whose last tokens can be removed."""
 
 
 class MaskedLMHead(nn.Module):

@@ -8,7 +8,7 @@ from fairseq.modules.quant_noise import quant_noise
 from lrpe_fairseq import patterns
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings.layers import encoding_options
+from lrpe_fairseq.encodings.layers import encoding_options, sizes_of_heads
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.checks import (
     warn_about_absolute_positions,
@@ -70,6 +70,7 @@ def _settings(options: Any, cfg: Any, layer: int) -> dict[str, Any]:
         "normalizer": at_layer(options, "attention_normalizer", layer),
         "window": _window(at_layer(options, "attention_window", layer)),
         "parts": getattr(options, "attention_parts", "none"),  # older checkpoints lack it
+        **sizes_of_heads(options),
         "seed": options.encoding_seed * 1000 + layer,  # layers below 1,000 share no seed
         "options": encoding_options(options, layer),
         "wrap_linear": lambda linear: quant_noise(linear, noise, block),

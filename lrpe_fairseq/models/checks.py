@@ -23,7 +23,7 @@ from lrpe_fairseq.encodings import (
 from lrpe_fairseq.encodings.core.options import flag_of
 from lrpe_fairseq.encodings.rotations.scaling import BY_TEXT
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.patterns import over_layers, values
+from lrpe_fairseq.patterns import OPTIONS, over_layers, values
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)  # every layer is checked, and all say the same
@@ -123,6 +123,10 @@ STOCK = {
     "position_encoding": "none",
     "attention_window": "0",
     "attention_parts": "none",
+    "kv_heads": "0",
+    "head_dim": "0",
+    "out_bias": "True",
+    "score_scale": "0.0",
 }
 """The options of cross-attention that is fairseq's own."""
 
@@ -131,10 +135,10 @@ def is_stock_cross(options: Any, layer: int) -> bool:
     """True if the options of cross-attention ask for fairseq's own. None stands for defaults."""
     if options is None:
         return True
-    chosen = {name: getattr(options, name, usual) for name, usual in STOCK.items()}
-    parts = chosen.pop("attention_parts")  # separated by commas too, but no pattern over layers
-    of_layer = {name: over_layers(value, layer + 1)[layer] for name, value in chosen.items()}
-    return {**of_layer, "attention_parts": parts} == STOCK
+    chosen = {name: str(getattr(options, name, usual)) for name, usual in STOCK.items()}
+    patterns = [name for name in OPTIONS if name in chosen]
+    of_layer = {name: over_layers(chosen[name], layer + 1)[layer] for name in patterns}
+    return {**chosen, **of_layer} == STOCK
 
 
 def has_stock_cross(cfg: Any) -> bool:
@@ -233,6 +237,18 @@ def check_probabilities(options: Any, section: str = "") -> None:
             raise ChoiceError(
                 f"{_flag(section, name)} must be at least 0 and less than 1, not {value:g}"
             )
+
+
+def check_pruning_of_heads(options: Any) -> None:
+    """Refuse AdaPrune's penalty on heads where keys and values have fewer heads than queries.
+
+    Raises: ChoiceError, which names both options.
+    """
+    if getattr(options, "mha_reg_scale_factor", 0) and getattr(options, "kv_heads", 0):
+        raise ChoiceError(
+            "--mha-reg-scale-factor prunes attention heads with their keys and values: leave "
+            "--kv-heads out"
+        )
 
 
 def _flag(section: str, name: str) -> str:

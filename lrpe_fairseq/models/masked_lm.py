@@ -22,6 +22,7 @@ from lrpe_fairseq.encodings.layers import tokens_per_sample
 from lrpe_fairseq.errors import one_sentence_errors
 from lrpe_fairseq.models.checks import (
     check_probabilities,
+    check_pruning_of_heads,
     check_quantization_blocks,
     check_sizes,
 )
@@ -125,6 +126,7 @@ class LRPERobertaModel(BooleanFlags, Prunable, RobertaModel):
             )
             keep_patterns(options, options.encoder_layers, options.encoder_layers_to_keep)
             check_probabilities(options)
+            check_pruning_of_heads(options)
             check_quantization_blocks(
                 options.quant_noise_pq,
                 options.quant_noise_pq_block_size,

@@ -55,6 +55,16 @@ class AttentionOptions(FairseqDataclass):
         "none",
         f"parts of each layer's attention beside its encoding (FoX Pro): none, {', '.join(PARTS)}",
     )
+    kv_heads: int = option(
+        0,
+        "heads of keys and values, each of which serves equally many attention heads (grouped "
+        "queries); 0: as many as attention heads",
+    )
+    head_dim: int = option(0, "width of a head; 0: embedding dimension / attention heads")
+    out_bias: bool = option(True, "bias of the output projection of attention")
+    score_scale: float = option(
+        0.0, "factor of all scores; 0: head width to the power of -0.5 in softmax attention, else 1"
+    )
     grid_width: int = option(
         0,
         "columns W of a grid whose cells are numbered row by row: position s is row s // W, column "

@@ -25,6 +25,10 @@ OF_ATTENTION = (
     "positional_embeddings",
     "memory_length",
     "document_boundary",
+    "kv_heads",
+    "head_dim",
+    "out_bias",
+    "score_scale",
     "scale_",  # of NormFormer
 )
 """Parts of the names of options that choose a model's attention, beside those of encodings."""

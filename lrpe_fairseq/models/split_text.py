@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention.parallel import SplitSequence
+from lrpe_fairseq.attention.parallel import SplitSequence, check_encoding
 from lrpe_fairseq.encodings.core.options import check_number
+from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError, refuse
 
 
@@ -156,8 +157,12 @@ def split_modules(decoder: nn.Module) -> None:
     """Let dropout and absolute positions of a decoder be those of the whole text.
 
     They do nothing else unless ``decoder.given.sequence`` is set.
+
+    Raises: ChoiceError for an encoding of a layer that cannot be split.
     """
     for module in decoder.modules():
+        if isinstance(module, Encoding):
+            check_encoding(module)
         if isinstance(module, FairseqDropout):
             axis = 1 if module is decoder.dropout_module else 0  # later it is (T, B, C)
             module.forward = partial(_dropped, module.forward, module, decoder.given, axis)

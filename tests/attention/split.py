@@ -64,7 +64,10 @@ MASKS = ("", "documents", "padding", "padding documents")
 EVERY_NAME = [
     Case(name, attention_type, masks)
     for turn, (name, attention_type) in enumerate(
-        (n, t) for n in DECOMPOSABLE + SCORES for t in TYPES if serves(n, t)
+        (n, t)
+        for n in DECOMPOSABLE + SCORES
+        for t in TYPES
+        if serves(n, t) and not encoding_of(n).unsplit
     )
     for masks in ("", MASKS[1 + turn % 3])
 ]

@@ -10,7 +10,12 @@ from torch import distributed as dist
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.attention.parallel import bytes_sent, sequence_parallel
+from lrpe_fairseq.attention.parallel import (
+    _OneProcess,
+    bytes_sent,
+    own_dropout,
+    sequence_parallel,
+)
 from tests.attention import split
 from tests.attention.split import BATCH, CASES, EVERY_NAME, LENGTH, WIDTH
 from tests.end_to_end.cases import sampled
@@ -93,6 +98,19 @@ def test_fully_sharded_plain_modules_have_the_gradients_of_whole_ones(what, erro
             assert found[split.SHARDED][what] < 1e-12
 
 
+def test_ranks_drop_weights_independently_and_their_generators_stay_alike():
+    dropped, later = [], []
+    for rank in range(2):
+        torch.manual_seed(3)
+        sequence = _OneProcess(2, LENGTH)
+        sequence.rank = rank
+        with own_dropout(sequence, 0.1, torch.zeros(1)):
+            dropped.append(torch.rand(4))
+        later.append(torch.rand(4))
+    assert not torch.equal(*dropped)
+    assert torch.equal(*later)
+
+
 # --- what cannot be split ----------------------------------------------------------------------
 
 
@@ -130,6 +148,25 @@ def test_cross_attention_is_refused():
     x = torch.randn(BATCH, LENGTH, WIDTH)
     with sequence_parallel(), pytest.raises(ValueError, match="cross-attention cannot be split"):
         layer.attend(x, x)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"position_encoding": "gated-channel:rope"}, "gates of single features cannot be split"),
+        (
+            {"position_encoding": "rope", "context_scaling": "dynamic", "context_length": 8}
+            | {"context_factor": 2.0},
+            "dynamic",
+        ),
+    ],
+)
+def test_encodings_that_need_the_whole_text_are_refused(options, sentence):
+    layer = MultiheadAttention(WIDTH, 2, attention_type="linear", causal=True, **options)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    assert layer.attend(x)[0].shape == x.shape
+    with sequence_parallel(), pytest.raises(ValueError, match=sentence):
+        layer.attend(x)
 
 
 def test_a_state_is_refused():

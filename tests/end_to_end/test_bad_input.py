@@ -120,6 +120,7 @@ TEXT = {
     "--position-encoding lrpe:unknown:rotation": "unknown position encoding",
     "--position-encoding lrpe:identity:unknown": "unknown position encoding",
     "--decoder-attention-heads 5": "width 32 is not divisible by 5 attention heads",
+    "--kv-heads 3": "3 heads of keys and values cannot be shared equally by 4 attention heads",
     "--decoder-attention-heads 0": "--decoder-attention-heads must be at least 1 and",
     "--document-boundary book": "--document-boundary 'book' is no symbol of the dictionary",
     "--adaptive-input": "--adaptive-input requires --adaptive-input-cutoff",

@@ -51,6 +51,7 @@ def cross_of(model):
     [
         ("", Stock),
         (f"{CROSS} rope", CrossAttention),
+        ("--cross-kv-heads 4", CrossAttention),
         ("--cross-attention-type linear", CrossAttention),
     ],
 )

@@ -41,7 +41,7 @@ PARTS = [
 ]
 OWN = options_of_encodings()
 NAMES = [own.name for own in fields(AttentionOptions) if own.name != "_name"]
-SWITCHED_ON = {name for name, own in OWN.items() if own.default is True}
+SWITCHED_ON = {name for name, own in OWN.items() if own.default is True} | {"out_bias"}
 BEYOND = 2**63
 MODEL = {"attention_type": "softmax", "position_encoding": "none"}
 OTHERS = {  # the options of attention that no class of an encoding has: allowed and refused values
@@ -53,6 +53,10 @@ OTHERS = {  # the options of attention that no class of an encoding has: allowed
     "attention_normalizer": (NORMALIZERS, ("", "norm")),
     "attention_window": (("0", "1", "7", str(LONGEST)), ("-1", "1.5", "x", str(BEYOND))),
     "attention_parts": (("none", *PARTS_OF_ATTENTION, "qk-norm,kv-shift"), ("", "gate", "none,x")),
+    "kv_heads": ((0, 1, 2), (-1, 3, 4, BEYOND, 10**30, 1.5, "x")),
+    "head_dim": ((0, 1, 5, 8), (-1, LONGEST + 1, BEYOND, 10**30, 1.5, "x")),
+    "out_bias": ((True, False), ("", "maybe")),
+    "score_scale": ((0.0, 0.5, 3.0), (-1.0, float("nan"), float("inf"), 1e300, "x")),
     "grid_width": ((0, 1, 5, LONGEST), (-1, LONGEST + 1, BEYOND, 10**30, 1.5, "x")),
     "grid_height": ((0, 1, 5, LONGEST), (-1, LONGEST + 1, BEYOND, 10**30, 1.5, "x")),
     "position_grid": (POSITION_GRIDS, ("", "both")),
@@ -88,7 +92,10 @@ RENAMED = {
     "attention_parts": "parts",
     "attention_window": "window",
     "encoding_seed": "seed",
+    "kv_heads": "num_kv_heads",
 }
+ZERO_IS_NONE = ("window", "num_kv_heads", "head_dim", "score_scale")
+"""Arguments of attention that are None where an option is 0."""
 
 
 def kind_of(own):
@@ -169,7 +176,8 @@ def through_constructor(options):
     given = {RENAMED.get(name, name): value for name, value in options.items()}
     if "window" in given and isinstance(given["window"], str):
         text = given["window"]
-        given["window"] = int(text) or None if text.isdecimal() else text
+        given["window"] = int(text) if text.isdecimal() else text
+    given |= {name: given[name] or None for name in ZERO_IS_NONE if name in given}
     if isinstance(given.get("seed"), int):
         given["seed"] *= 1000
     return MultiheadAttention(16, 2, causal=True, **given)

@@ -57,6 +57,11 @@ def test_a_padded_batch_and_its_single_sentences_have_the_same_logits(corpus, at
         torch.testing.assert_close(on_the_left[row, 20 - size :], expected, rtol=0, atol=1e-5)
 
 
+def test_pruning_of_heads_is_refused_with_grouped_queries(corpus):
+    with pytest.raises(SystemExit, match="prunes attention heads with their keys and values"):
+        build(corpus, TASK, SMALL, "--mha-reg-scale-factor 0.1 --kv-heads 2")
+
+
 @pytest.fixture(
     scope="session", params=["linear", pytest.param("softmax", marks=pytest.mark.exhaustive)]
 )

@@ -43,7 +43,8 @@ def encoded_attention(
     t+1..s), in a bidirectional model by the sum between the two.
 
     Args:
-        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded in q and k.
+        q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), already encoded in q and k. Keys and
+            values may have fewer heads, each of which is read by equally many query heads in turn.
         queries, keys: their tokens. In causal attention the queries are the last T keys. If they
             have a transport, it has carried the other keys to the token before them.
         dropout: on the attention weights, as in the paper (softmax only).
@@ -51,6 +52,8 @@ def encoded_attention(
     """
     call = _call(encoding, queries, keys, causal, dropout)
     q = _with_factors(encoding, q)
+    if not _reads_groups(q, k, v, queries, keys, call):
+        k, v = (_of_all_heads(x, q) for x in (k, v))
     if queries.transport is not None:
         _log(encoding, "blocks of chunks", q)
         return blocks.carried_attention(q, k, v, queries, keys, call)
@@ -82,6 +85,22 @@ def encoded_weights(
         scores = call.scale * compute()
     terms = blocks.terms_of(q, k, queries, keys, call)
     return weighted(scores, visible_pairs(queries, keys, causal), q.dtype, terms)
+
+
+def _reads_groups(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
+) -> bool:
+    """True if torch's own kernel computes the call, which repeats no heads in memory."""
+    if k.shape[1] != v.shape[1] or queries.transport is not None or keys.window is not None:
+        return False
+    ours = q.shape[2] > 1 and dispatch.has_flash()
+    return call.form.has_only() and queries.sums is None and not ours
+
+
+def _of_all_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat the heads of x (B, K, S, D) for those of q (B, H, T, D): (B, H, S, D)."""
+    times = q.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 def _log(encoding: Encoding, kernel: str, q: Tensor) -> None:

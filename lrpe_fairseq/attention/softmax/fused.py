@@ -105,6 +105,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, **option
     """
     missing = q.shape[-1] - v.shape[-1]  # zeros after the values are cut from the result
     v = F.pad(v, (0, missing)) if missing > 0 else v
+    options["enable_gqa"] = k.shape[1] != q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)
     if is_plain(out) and out.requires_grad and "ScaledDotProduct" in out.grad_fn.name():
         out.grad_fn.register_hook(_refuse_second_derivatives)

@@ -285,7 +285,9 @@ class EncodingSpec:
         permutations, noise in evaluation), at most :data:`LARGEST_SEED` in size. Models that differ
         in their encoding only therefore start from the same weights under one training seed.
     options: options of individual methods.
-    Raises: ChoiceError unless both sizes are positive, or for another type of a value.
+    width: C, the width of the layer's input, which gates and reflections read; None for H D.
+    score_scale: the factor of q k^T in softmax attention; None for D^-0.5.
+    Raises: ChoiceError unless all sizes are positive, or for another type of a value.
     """
 
     head_dim: int
@@ -293,10 +295,16 @@ class EncodingSpec:
     causal: bool = False
     seed: int = 0
     options: EncodingOptions = EncodingOptions()
+    width: int | None = None
+    score_scale: float | None = None
 
     def __post_init__(self) -> None:
         check_number("head_dim", self.head_dim, least=1, most=LONGEST)
         check_number("num_heads", self.num_heads, least=1, most=LONGEST)
+        if self.width is not None:
+            check_number("the width of a layer", self.width, least=1, most=LONGEST)
+        if self.score_scale is not None:
+            check_number("score_scale", self.score_scale, Real, above=0)
         check_number(
             "the seed of an encoding (1000 --encoding-seed plus the layer)",
             self.seed,
@@ -305,6 +313,11 @@ class EncodingSpec:
         )
         if not isinstance(self.causal, bool):
             raise ChoiceError(f"causal must be True or False, not {_shown(self.causal)}")
+
+    @property
+    def input_width(self) -> int:
+        """C, the width of the layer's input."""
+        return self.num_heads * self.head_dim if self.width is None else self.width
 
     def generator(self, stream: str = "", beside: Collection[str] = ()) -> torch.Generator:
         """Return a CPU generator for this encoding; streams of different names are independent.
@@ -324,7 +337,10 @@ class EncodingSpec:
 def query_scale(spec: EncodingSpec) -> float:
     """Return the factor of q in softmax attention, without a ``content_scale``.
 
-    It is D^-0.5, or (H D)^-0.5 with the departure ``embed-dim-scale``.
+    It is ``score_scale`` if that is given, else D^-0.5, or C^-0.5 with the departure
+    ``embed-dim-scale``.
     """
+    if spec.score_scale is not None:
+        return spec.score_scale
     wide = "embed-dim-scale" in spec.options.fidelity
-    return (spec.num_heads * spec.head_dim if wide else spec.head_dim) ** -0.5
+    return (spec.input_width if wide else spec.head_dim) ** -0.5

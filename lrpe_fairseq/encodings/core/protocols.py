@@ -133,6 +133,9 @@ class Encoding(Float32Module):
     """"fixed" or "learned" for an encoding that takes ``angles.AngleOptions``; else empty."""
     whole_texts: str = ""
     """Why self-attention may read whole texts only, in one sentence; empty if it also decodes."""
+    unsplit: str = ""
+    """Why a text cannot be split over processes, in one sentence; empty if it can. Encodings with
+    :attr:`whole_texts` cannot be split either."""
     content_scale: float = 1.0
     """Factor of the content score q k^T in softmax attention, in addition to D^-0.5. The q that a
     score encoding receives has this factor."""
@@ -145,6 +148,9 @@ class Encoding(Float32Module):
     turns: bool = False
     """True if features turn with the position: scores of positive features may be negative, and the
     denominator of Eq. 39 can vanish on texts longer than those of training."""
+    keys_by_head: bool = False
+    """True if equal keys of two heads at one position are encoded differently, or are carried along
+    the text differently. Otherwise the state of grouped queries keeps one key for a group."""
     denominator_vanishes: bool = False
     """True if the denominator of Eq. 39 is often close to zero or negative. Linear attention with
     normalizer "rotated" then divides by the clamp: results are finite in float32 and bfloat16, but
@@ -190,7 +196,7 @@ class Encoding(Float32Module):
     def log_gates(self, x: Tensor) -> Tensor | None:
         """Return the logarithms of a decay that depends on the tokens, or None.
 
-        x is the input of the layer, (B, T, C) with C = H D. The result is (B, H, T) float32, at
+        x is the input of the layer, (B, T, C). The result is (B, H, T) float32, at
         most 0, or (B, H, T, D') for a decay of every encoded feature, which is for linear attention
         only. Attention multiplies by the exponential of its sum over t+1..s, and sets it to 0 at
         padding. A constant decay comes on top.

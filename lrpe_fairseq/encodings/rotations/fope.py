@@ -53,6 +53,7 @@ class FoPE(LRPE):
     """
 
     Options = FoPEOptions
+    keys_by_head = True
     card = Card(
         mechanism="rotation",
         equation=(

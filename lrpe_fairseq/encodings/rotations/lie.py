@@ -75,6 +75,7 @@ class BlockRotation(QueryKeyEncoding):
 
     reads_grid = True
     turns = True
+    keys_by_head = True
     host_reads = EIGENBASIS
     last_at_one: ClassVar[bool] = False
     """True if the last row and column of a grid have the coordinate 1, as in linspace(0, 1)."""

@@ -8,6 +8,8 @@ A complex vector is represented by its *planes*, the tuple (re, im), and a real 
 The planes are concatenated last, so that the inner product of two results is Re(q~^H k~).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from lrpe_fairseq.encodings.rotations.projections import (
     OddEven,
 )
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.encode.encode import Transform, Variant
 
 
@@ -54,19 +57,41 @@ class LRPE(QueryKeyEncoding):
             self.card = _card(self.projection, self.core)
         self.turns = not isinstance(self.core, Permutation)
         self.scales = self.core.scales
-        self.whole_texts = spec.options.of(RotationOptions).by_text
-        self.content_scale, self.feature_factors = self._factors()
+        rotations = spec.options.of(RotationOptions)
+        self.whole_texts = rotations.by_text
+        self.content_scale, self.feature_factors = self._factors(rotations.score_factor)
         # the Fourier transform of a positive vector is largest in bin 0, which turns fastest
         self.denominator_vanishes = projection == "fourier"
 
-    def _factors(self) -> tuple[float, tuple[float, ...] | None]:
-        """Return the factor of scores under context scaling, and of features if not all turn.
+    def use_angles(self, angles: Sequence[float], score_factor: float = 1.0) -> None:
+        """Turn by other fixed angles, in radians per token, one for each pair that turns.
 
-        The authors' code multiplies cos and sin. So with ``rotation_fraction`` below 1 only the
+        They are those of a pretrained model that no context scaling gives. score_factor: of the
+        scores in softmax attention; the square of a factor of cos and sin.
+        Raises: ChoiceError unless the angles are fixed, without a scaling, and as many.
+        """
+        plain = type(self.core) is Rotation and self.core.floor is None
+        rotations = self.spec.options.of(RotationOptions)
+        if not plain or rotations.context_scaling != "none":
+            raise ChoiceError(
+                f"{self.name!r} takes no angles of a pretrained model: choose rope without "
+                "--context-scaling and --angle-floor"
+            )
+        if len(angles) != len(self.core.theta):
+            raise ChoiceError(
+                f"{len(self.core.theta)} pairs turn, but {len(angles)} angles are given"
+            )
+        exact = {"dtype": torch.float64, "device": "cpu"}
+        self.core.register_frequencies(torch.tensor(angles, **exact))
+        self.content_scale, self.feature_factors = self._factors(score_factor)
+
+    def _factors(self, factor: float) -> tuple[float, tuple[float, ...] | None]:
+        """Return the factor of scores, and of features if not all turn.
+
+        yarn multiplies cos and sin. So with ``rotation_fraction`` below 1 only the
         features that turn have the factor, the first ones of every plane.
         """
         rotations = self.spec.options.of(RotationOptions)
-        factor = rotations.score_factor
         if rotations.rotation_fraction == 1 or factor == 1 or not isinstance(self.core, Rotation):
             return factor, None
         # of every plane (re, im) the first features turn

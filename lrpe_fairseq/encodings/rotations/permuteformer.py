@@ -27,6 +27,7 @@ class PermuteFormer(QueryKeyEncoding):
     checkpoint.
     """
 
+    keys_by_head = True
     card = Card(
         mechanism="rotation",
         equation=r"r_h^{\,n}\, (\pi_h^s q_s)^\top (\pi_h^t k_t), \qquad "

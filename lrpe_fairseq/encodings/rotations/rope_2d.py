@@ -73,6 +73,7 @@ class RoPE2DMixed(LRPE):
 
     Options = Encoding.Options
     reads_grid = True
+    keys_by_head = True
     card = Card(
         mechanism="tree and grid",
         equation=(

@@ -145,6 +145,7 @@ class SPE(QueryKeyEncoding):
     """
 
     Options = SPEOptions
+    keys_by_head = True
     card = Card(
         mechanism="rotation",
         equation=r"\mathbb{E}[\tilde q_s^\top \tilde k_t] ="

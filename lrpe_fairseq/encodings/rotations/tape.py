@@ -37,7 +37,7 @@ class StateUpdate(Float32Module):
         self.diagonal = DIAGONAL in spec.options.fidelity
         self.mix = nn.Parameter(torch.zeros(heads, heads))
         self.up = nn.Parameter(torch.zeros(size, heads))
-        self.gate = drawn(generator, size, heads * spec.head_dim)
+        self.gate = drawn(generator, size, spec.input_width)
         self.down = drawn(generator, heads, size)
         self.register_load_state_dict_pre_hook(_with_rows)
 
@@ -79,7 +79,7 @@ class TAPE(LRPE):
     states do not keep the norm of queries and keys.
     """
 
-    has_states = True
+    has_states = keys_by_head = True
     serves_linear = False
     card = Card(
         mechanism="rotation",

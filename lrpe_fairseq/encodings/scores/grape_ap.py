@@ -53,6 +53,7 @@ class GrapeAP(ScoreEncoding):
             ours="p_s turns by s and is normalized: the bias depends on lags only",
         ),
     }
+    keys_by_head = True
     card = Card(
         mechanism="content",
         equation=r"b_{st} = \sum_{l=t+1}^{s} a_h \log \sigma\!\left( p_s^\top R_{l-s}\, p_l / d "
@@ -69,7 +70,7 @@ class GrapeAP(ScoreEncoding):
         self.fixed_query = FIXED_QUERY in spec.options.fidelity
         if self.fixed_query:
             self.properties = Properties(relative="no")
-        width = spec.num_heads * spec.head_dim
+        width = spec.input_width
         draw = torch.randn(
             spec.num_heads * WIDTH, width, generator=spec.generator("grape-ap"), device="cpu"
         )

@@ -101,6 +101,7 @@ class Algebraic(QueryKeyEncoding):
 
     Options = APEOptions
     shared = shared_by_stacks = True
+    keys_by_head = True
     departures = {
         "ape-half-bands": Departure(
             paper="generators start as RoPE's rotations (APE, Kogkalidis et al. 2024)",

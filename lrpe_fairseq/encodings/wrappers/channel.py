@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.encodings.core.networks import as_stored
 from lrpe_fairseq.encodings.core.options import EncodingSpec
 from lrpe_fairseq.encodings.core.parameters import drawn
+from lrpe_fairseq.encodings.core.positions import constant
 from lrpe_fairseq.encodings.core.protocols import Card, QueryKeyEncoding
 from lrpe_fairseq.encodings.none import NoEncoding
 from lrpe_fairseq.encodings.rotations.cores import Unitary
@@ -32,12 +33,12 @@ class ChannelGate(nn.Module):
 
     def __init__(self, spec: EncodingSpec, channels: Tensor) -> None:
         super().__init__()
-        self.heads, width = spec.num_heads, spec.num_heads * spec.head_dim
+        self.heads = spec.num_heads
         count = self.heads * (int(channels.max()) + 1)
         generator = spec.generator("channel-gate")
-        self.down, self.up = drawn(generator, RANK, width), drawn(generator, count, RANK)
+        self.down, self.up = drawn(generator, RANK, spec.input_width), drawn(generator, count, RANK)
         self.bias = nn.Parameter(torch.zeros(count, device="cpu"))
-        self.register_buffer("channels", channels, persistent=False)
+        self.channels = tuple(channels.tolist())  # no buffer: transformers would not load it
 
     def forward(self, x: Tensor) -> Tensor:
         """Return log f of every encoded feature, (B, H, T, D') float32 or wider, of x (B, T, C)."""
@@ -46,7 +47,8 @@ class ChannelGate(nn.Module):
             down, up, bias = (p.to(wide) for p in (self.down, self.up, self.bias))
             logits = as_stored(lambda x: F.linear(F.linear(x, down), up, bias), x.to(wide))
             logs = F.logsigmoid(logits) / TEMPERATURE
-        return logs.unflatten(-1, (self.heads, -1)).transpose(1, 2)[..., self.channels]
+        channels = constant(self.channels, torch.int64, x.device)
+        return logs.unflatten(-1, (self.heads, -1)).transpose(1, 2)[..., channels]
 
 
 def gated_channel(
@@ -62,6 +64,10 @@ def gated_channel(
     encoding = inner(spec)
     encoding.forget_gate = ChannelGate(spec, channels_of(encoding))
     encoding.causal_only, encoding.serves_softmax = True, False
+    encoding.unsplit = (
+        "gates of single features cannot be split over processes: choose gated:<name>, or train "
+        "in one process"
+    )
     encoding.properties = replace(encoding.properties, contextual=True)
     encoding.card = Card(
         mechanism="gate",

@@ -30,7 +30,7 @@ class ForgetGate(nn.Module):
 
     def __init__(self, spec: EncodingSpec, bias: float) -> None:
         super().__init__()
-        shape = (spec.num_heads, spec.num_heads * spec.head_dim)
+        shape = (spec.num_heads, spec.input_width)
         self.weight = drawn(spec.generator("forget-gate"), *shape)
         self.bias = nn.Parameter(torch.full(shape[:1], float(bias), device="cpu"))
 

@@ -13,7 +13,7 @@ from lrpe_fairseq.errors import ChoiceError
 
 INNER = (
     *("angles", "card", "before_feature_map", "content_scale", "denominator_vanishes"),
-    *("scales", "turns", "without_absolute"),
+    *("keys_by_head", "scales", "turns", "without_absolute"),
 )
 """Fields of a :class:`GridEncoding` that are those of its parts."""
 

@@ -31,8 +31,8 @@ class PathOptions:
 class Reflections(nn.Module):
     """w_u = l2(SiLU(filter_3(W_2 W_1 x_u))) and beta_u = 2 sigmoid(b_h x_u + c_h), for each head.
 
-    W_1 (32, C), W_2 (C, 32), the causal filter (3, C) and b (H, C) start from N(0, 0.02^2), drawn
-    with the spec's generator, and c (H,) from ``bias``.
+    W_1 (32, C), W_2 (H D, 32), the causal filter (3, H D) and b (H, C) start from N(0, 0.02^2),
+    drawn with the spec's generator, and c (H,) from ``bias``.
 
     beside: the names of the encoding's random streams.
     """
@@ -42,8 +42,9 @@ class Reflections(nn.Module):
         self.heads = spec.num_heads
         width = spec.num_heads * spec.head_dim
         draw = partial(drawn, spec.generator("path", beside))
-        self.down, self.up, self.filter = draw(RANK, width), draw(width, RANK), draw(TAPS, width)
-        self.weight = draw(self.heads, width)
+        self.down, self.up = draw(RANK, spec.input_width), draw(width, RANK)
+        self.filter = draw(TAPS, width)
+        self.weight = draw(self.heads, spec.input_width)
         self.bias = nn.Parameter(torch.full((self.heads,), float(bias), device="cpu"))
 
     def forward(
@@ -118,7 +119,7 @@ def add_reflections(encoding: Encoding) -> None:
     spec = encoding.spec
     bias = spec.options.of(PathOptions).path_bias
     encoding.reflections = Reflections(spec, bias, encoding.streams)
-    encoding.causal_only = encoding.denominator_vanishes = True
+    encoding.causal_only = encoding.denominator_vanishes = encoding.keys_by_head = True
     encoding.properties = replace(encoding.properties, contextual=True, reach=TAPS - 1)
     encoding.card = CARD
 

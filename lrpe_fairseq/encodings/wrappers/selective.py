@@ -1,6 +1,6 @@
 """Selective RoPE (Movahedi et al., 2026), and ``selective:<name>`` on any LRPE type with angles.
 
-Axes: B batch, H heads, T time, C = H D width of the layer, E angles of a head.
+Axes: B batch, H heads, T time, C width of the layer, E angles of a head.
 """
 
 import math
@@ -48,7 +48,12 @@ class Increments(nn.Module):
     def __init__(self, spec: EncodingSpec, angles: int) -> None:
         super().__init__()
         self.heads = spec.num_heads
-        width = spec.num_heads * spec.head_dim
+        width = spec.input_width
+        if width % self.heads:
+            raise ChoiceError(
+                f"selective encodings slice the input of width {width} into {self.heads} heads of "
+                "equal width: change the number of heads"
+            )
         self.options = spec.options.of(SelectiveOptions)
         draw = partial(torch.rand, generator=spec.generator("selective"), device="cpu")
         zeros = partial(torch.zeros, device="cpu")
@@ -107,6 +112,7 @@ def selective(spec: EncodingSpec, inner: Callable[[EncodingSpec], LRPE]) -> LRPE
     attention sums increments also if it is given explicit positions, which are not read then.
     """
     encoding = inner(spec)
+    encoding.keys_by_head = True
     if encoding.whole_texts:
         scaling = spec.options.of(RotationOptions).context_scaling
         raise ChoiceError(

@@ -323,5 +323,6 @@ def _show(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
     # The kind of a state is its words before numbers and reasons.
     counts = Counter(re.match(r"[a-z ]*[a-z]", told)[0] for told in states.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    print(estimate.time_left(chosen))
+    if left := estimate.time_left(chosen):
+        print(left)
     return 0

@@ -39,6 +39,10 @@ STOCK = {
     "position_encoding": "none",
     "attention_window": "0",
     "attention_parts": "none",
+    "kv_heads": "0",
+    "head_dim": "0",
+    "out_bias": "True",
+    "score_scale": "0.0",
 }
 """The options of cross-attention that is fairseq's own."""
 
@@ -149,7 +153,7 @@ def unread(config: Mapping[str, Any]) -> set[str]:
             name.removeprefix(section) for name in config if name.startswith(section)
         }
         # Stock cross-attention reads none of our options.
-        if section == CROSS and all(config.get(CROSS + n, v) == v for n, v in STOCK.items()):
+        if section == CROSS and all(str(config.get(CROSS + n, v)) == v for n, v in STOCK.items()):
             unused |= {section + name for name in section_options if names and name not in STOCK}
         elif names:
             unused |= {section + name for name in section_options & _unread_by(names)}

@@ -73,6 +73,7 @@ def pages(root: Path) -> dict[str, str]:
             "measured": departures_measured(root),
         },
         "docs/installing.md": {"versions": versions_table(root)},
+        "docs/huggingface.md": {"families": families_table(root)},
     }
     texts = {path: (root / path).read_text(encoding="utf-8") for path in marked}
     for path, parts in marked.items():
@@ -233,7 +234,7 @@ def weights(name: str) -> Tensor:
     return encoded_weights(encoding, q, k, tokens, tokens, causal=True)[:, 1].mean(0)
 
 
-# --- docs/fidelity.md and docs/installing.md -----------------------------------------------------
+# --- docs/fidelity.md, docs/installing.md and docs/huggingface.md --------------------------------
 
 
 def departures_table() -> str:
@@ -260,3 +261,29 @@ def versions_table(root: Path) -> str:
     files = sorted(numbers, key=lambda path: list(map(int, numbers[path])))
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     return markdown.rendered("versions.md.j2", results=results).rstrip()
+
+
+PRETRAINED = "results/bench/hf-families.json"
+"""Written by ``python -m benchmarks.families``."""
+
+
+def families_table(root: Path) -> str:
+    """Return a row per pretrained model that was converted to the same encoding."""
+    path = root / PRETRAINED
+    if not path.exists():
+        return "Not measured."
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    head = ("model", "what is converted", "largest logit", "float32", "float64")
+    rows = [
+        (
+            row["model"],
+            row["converted"],
+            f"{row['largest_logit']:.1f}",
+            f"{row['float32']:.1e}",
+            f"{row['float64']:.1e}" if "float64" in row else "–",
+        )
+        for row in measured["rows"]
+    ]
+    versions = measured["versions"]
+    made_with = f"torch {versions['torch']}, transformers {versions['transformers']}, on a CPU."
+    return f"{markdown.table(head, rows)}\n\n{made_with}"

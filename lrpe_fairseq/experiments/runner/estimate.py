@@ -190,7 +190,7 @@ def time_left(chosen: Sequence[TrainingRun]) -> str:
     """Return the time that unfinished runs need one after another, from the logs of ``chosen``.
 
     A run that has not begun counts with the mean speed of the others; without any log the answer
-    says so.
+    says so. It is empty if nothing is left.
     """
     left, speeds = [], []
     for run in chosen:
@@ -201,7 +201,7 @@ def time_left(chosen: Sequence[TrainingRun]) -> str:
         if not run.finished():
             left.append((max(0, total - update), seconds))
     if not left:
-        return "nothing is left to train"
+        return ""
     if not speeds:
         return "time left: not known before the first updates; see --estimate"
     usual = sum(speeds) / len(speeds)

@@ -1,0 +1,1 @@
+"""Programs that change a pretrained model of transformers; see docs/huggingface.md."""

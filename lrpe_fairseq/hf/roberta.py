@@ -1,0 +1,177 @@
+"""RoBERTa of Hugging Face or of fairseq as weights and options of ``lrpe_roberta``.
+
+Their attention is softmax attention without a relative encoding, and positions are learned.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import RobertaForMaskedLM, RobertaTokenizerFast
+
+from lrpe_fairseq import safe_loading
+from lrpe_fairseq.attention.projected import split_in_projections
+from lrpe_fairseq.errors import ChoiceError
+
+ENCODER = "encoder.sentence_encoder."
+HEAD = "encoder.lm_head."
+IN_EMBEDDINGS = {
+    "word_embeddings.": "embed_tokens.",
+    "position_embeddings.": "embed_positions.",
+    "LayerNorm.": "layernorm_embedding.",
+}
+IN_LAYER = {
+    "attention.self.query.": "self_attn.q_proj.",
+    "attention.self.key.": "self_attn.k_proj.",
+    "attention.self.value.": "self_attn.v_proj.",
+    "attention.output.dense.": "self_attn.out_proj.",
+    "attention.output.LayerNorm.": "self_attn_layer_norm.",
+    "intermediate.dense.": "fc1.",
+    "output.dense.": "fc2.",
+    "output.LayerNorm.": "final_layer_norm.",
+}
+"""Names of Hugging Face -> names of fairseq."""
+EPS = 1e-5
+"""Of fairseq's LayerNorm."""
+SPECIALS = 4
+"""Symbols that fairseq adds before those of a dictionary: <s>, <pad>, </s> and <unk>."""
+
+
+class Imported(NamedTuple):
+    """A model. options: of ``lrpe_roberta``, by name. weights: by fairseq's names, float32.
+
+    symbols: of the dictionary, by index, without the four that fairseq adds and ``<mask>``; None if
+    the source has no tokenizer.
+    """
+
+    options: dict[str, Any]
+    weights: dict[str, Tensor]
+    symbols: list[str] | None = None
+
+
+def roberta(source: Path | str) -> Imported:
+    """Read RoBERTa from a folder of Hugging Face, or from a checkpoint of fairseq.
+
+    Raises: ValueError, one sentence, for another model or for one that ``lrpe_roberta`` does not
+        represent.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return of_hugging_face(RobertaForMaskedLM.from_pretrained(path), symbols_of(path))
+    return of_fairseq(path)
+
+
+def of_hugging_face(model: RobertaForMaskedLM, symbols: list[str] | None = None) -> Imported:
+    """Return a ``RobertaForMaskedLM`` with fairseq's names.
+
+    The one row of token types is added to the positions.
+    """
+    config = model.config
+    reasons = []
+    if config.hidden_act != "gelu":
+        reasons.append(f"the activation {config.hidden_act}")
+    if config.layer_norm_eps != EPS:
+        reasons.append(f"layer_norm_eps {config.layer_norm_eps:g}")
+    if config.type_vocab_size != 1:
+        reasons.append(f"{config.type_vocab_size} types of tokens")
+    if reasons:
+        raise ChoiceError(f"lrpe_roberta does not represent {' and '.join(reasons)} of this model")
+    state = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    types = state.pop("roberta.embeddings.token_type_embeddings.weight")
+    weights = {new: state[old] for old in state if (new := _renamed(old))}
+    weights[f"{ENCODER}embed_positions.weight"] += types[0]
+    weights[f"{HEAD}weight"] = weights[f"{ENCODER}embed_tokens.weight"]
+    return Imported(_options(weights, config.num_attention_heads), weights, symbols)
+
+
+def _renamed(name: str) -> str:
+    """Return fairseq's name of a tensor; empty for one that is no weight of the model."""
+    start, _, rest = name.partition(".")
+    if start == "lm_head":
+        kept = rest == "bias" or rest.startswith(("dense.", "layer_norm."))
+        return HEAD + rest if kept else ""
+    if rest.startswith("embeddings."):
+        return _begun(IN_EMBEDDINGS, rest.removeprefix("embeddings."), ENCODER)
+    if not rest.startswith("encoder.layer."):
+        return ""  # the pooler
+    layer, _, part = rest.removeprefix("encoder.layer.").partition(".")
+    return _begun(IN_LAYER, part, f"{ENCODER}layers.{layer}.")
+
+
+def _begun(names: Mapping[str, str], part: str, before: str) -> str:
+    """Return a name whose beginning is renamed, after ``before``; empty if it has none of these."""
+    found = (new + part.removeprefix(old) for old, new in names.items() if part.startswith(old))
+    return next((before + name for name in found), "")
+
+
+def of_fairseq(path: Path) -> Imported:
+    """Return a checkpoint of fairseq's ``roberta``, of any age."""
+    state = safe_loading.load_any(path)
+    given = state["cfg"]["model"] if state.get("cfg") else state.get("args")
+    options = given if isinstance(given, dict) else vars(given or Namespace())
+    weights = {_of_today(name): tensor for name, tensor in state["model"].items()}
+    split_in_projections(weights)
+    weights = {
+        name: tensor.float()
+        for name, tensor in weights.items()
+        if name.startswith((ENCODER, HEAD)) and not name.endswith("version")
+    }
+    known = f"{ENCODER}layernorm_embedding.weight" in weights
+    if not known or "encoder_attention_heads" not in options:
+        raise ChoiceError(f"{path} is no checkpoint of fairseq's roberta: name one")
+    return Imported(_options(weights, int(options["encoder_attention_heads"])), weights)
+
+
+def _of_today(name: str) -> str:
+    """Return the present name of a tensor in fairseq's checkpoints from before 2020."""
+    if name.startswith("decoder."):
+        name = name.replace("decoder.", "encoder.", 1)
+    return name.replace(".emb_layer_norm.", ".layernorm_embedding.")
+
+
+def _options(weights: Mapping[str, Tensor], heads: int) -> dict[str, Any]:
+    """Return the options of ``lrpe_roberta`` with these weights."""
+    embedding = weights[f"{ENCODER}embed_tokens.weight"]
+    layers = {name.split(".")[3] for name in weights if name.startswith(f"{ENCODER}layers.")}
+    positions = len(weights[f"{ENCODER}embed_positions.weight"]) - 2  # after <s> and <pad>
+    return {
+        "attention_type": "softmax",
+        "position_encoding": "none",
+        "encoder_layers": len(layers),
+        "encoder_embed_dim": embedding.shape[1],
+        "encoder_ffn_embed_dim": len(weights[f"{ENCODER}layers.0.fc1.weight"]),
+        "encoder_attention_heads": heads,
+        "max_positions": positions,
+    }
+
+
+# --- the dictionary ----------------------------------------------------------------------------
+
+
+def symbols_of(folder: Path) -> list[str] | None:
+    """Return the symbols of fairseq's dictionary for a tokenizer of Hugging Face, or None.
+
+    fairseq writes a piece as its number in GPT-2's encoder: 256 bytes, then the merges in order.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return None
+    tokenizer = RobertaTokenizerFast.from_pretrained(folder)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    merges = [
+        "".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in model["merges"]
+    ]
+    numbers = {piece: str(i) for i, piece in enumerate([*_bytes(), *merges, "<|endoftext|>"])}
+    by_index = {index: piece for piece, index in tokenizer.get_vocab().items()}
+    last = max(by_index)
+    found = [numbers.get(by_index[i], by_index[i]) for i in range(SPECIALS, last + 1)]
+    return found[:-1] if found and found[-1] == "<mask>" else found
+
+
+def _bytes() -> list[str]:
+    """Return GPT-2's letters for the 256 bytes, in the order of its encoder."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]

@@ -1,0 +1,204 @@
+"""RoBERTa of Hugging Face and of fairseq in ``lrpe_roberta``, and checkpoints from before 2020."""
+
+import json
+from argparse import Namespace
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+import torch
+from fairseq import tasks
+from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizerFast
+
+from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.experiments.commands import import_roberta
+from lrpe_fairseq.hf import roberta
+from tests.end_to_end.commands import PLUGIN, TASK, configured, load, save, small_transformer
+from tests.hf.models import data, disturb, random_words
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 66,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+}
+BYTES = roberta._bytes()
+MERGES = [("a", "b"), ("Ġ", "ab"), ("ab", "c")]
+
+
+@pytest.fixture(scope="module")
+def of_hugging_face(tmp_path_factory):
+    """A folder with a random model and the tokenizer of 263 pieces."""
+    folder = tmp_path_factory.mktemp("roberta")
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", *map("".join, MERGES), *BYTES, "<mask>"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    lines = ["#version: 0.2", *map(" ".join, MERGES)]
+    (folder / "merges.txt").write_text("\n".join(lines))
+    RobertaTokenizerFast(
+        vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt")
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    model = RobertaForMaskedLM(RobertaConfig(vocab_size=len(pieces), **SIZES)).eval()
+    disturb(model)
+    model.save_pretrained(folder)
+    return folder, RobertaForMaskedLM.from_pretrained(folder)
+
+
+@torch.no_grad()
+def test_roberta_of_hugging_face_has_the_same_logits_in_lrpe_roberta(of_hugging_face, tmp_path):
+    folder, model = of_hugging_face
+    import_roberta.main([str(folder), str(tmp_path / "new")])
+    ours, task, config = load(tmp_path / "new" / "checkpoint.pt")
+    assert config.model._name == "lrpe_roberta"
+    tokens = torch.randint(4, 260, (2, 20), generator=torch.Generator().manual_seed(1))
+    tokens[:, 0], tokens[1, 14:] = 0, 1  # <s>, and padding
+    expected = model(tokens, attention_mask=(tokens != 1).long()).logits
+    found = ours(tokens)[0]
+    real = tokens != 1
+    torch.testing.assert_close(found[real], expected[real], rtol=0, atol=2e-6)
+    assert task.max_positions() == 64
+
+
+def test_the_dictionary_names_pieces_by_their_numbers_in_gpt2s_encoder(of_hugging_face, tmp_path):
+    folder, _ = of_hugging_face
+    import_roberta.main([str(folder), str(tmp_path / "new")])
+    lines = (tmp_path / "new" / "bin" / "dict.txt").read_text().splitlines()
+    symbols = [line.split()[0] for line in lines]
+    assert symbols == ["256", "257", "258", *map(str, range(256))]  # the mask is the task's
+    assert BYTES[:3] == ["!", '"', "#"]  # and a space is Ġ, number 220
+    assert BYTES[220] == "Ġ"
+
+
+ROBERTA = (
+    f"--user-dir {PLUGIN} --task masked_lm --tokens-per-sample 32 --optimizer adam --lr 3e-3 "
+    "--criterion masked_lm --encoder-layers 2 --encoder-embed-dim 32 --encoder-ffn-embed-dim 64 "
+    "--encoder-attention-heads 4 --dropout 0 --attention-dropout 0"
+)
+
+
+def aged(state):
+    """A state as fairseq wrote it before 2020: one projection of q, k and v, and older names."""
+    state = dict(state)
+    for name in [n for n in state if n.endswith(("q_proj.weight", "q_proj.bias"))]:
+        kind = name.rpartition(".")[2]
+        module = name.removesuffix(f"q_proj.{kind}")
+        parts = [state.pop(f"{module}{p}_proj.{kind}") for p in "qkv"]
+        if len({part.shape for part in parts}) == 1:
+            state[f"{module}in_proj_{kind}"] = torch.cat(parts)
+    return state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("age", ["present", "of 2019"])
+def test_roberta_of_fairseq_has_the_same_logits_in_lrpe_roberta(age, tmp_path):
+    config = configured(data(), f"{ROBERTA} --arch roberta --max-positions 32")
+    torch.manual_seed(1)
+    stock = tasks.setup_task(config.task).build_model(config.model).eval()
+    disturb(stock)
+    expected = stock(random_words(2, 17))[0]
+    state = stock.state_dict()
+    if age == "of 2019":
+        state = {
+            n.replace("encoder.", "decoder.", 1).replace("layernorm_embedding", "emb_layer_norm"): t
+            for n, t in aged(state).items()
+        }
+        own = Namespace(encoder_attention_heads=4, arch="roberta_base")
+        torch.save(
+            {"args": own, "model": state},
+            tmp_path / "model.pt",
+            _use_new_zipfile_serialization=False,
+        )
+    else:
+        save(stock, config, tmp_path / "model.pt")
+    import_roberta.main(
+        [
+            str(tmp_path / "model.pt"),
+            str(tmp_path / "new"),
+            "--dictionary",
+            str(data() / "dict.txt"),
+        ]
+    )
+    ours, *_ = load(tmp_path / "new" / "checkpoint.pt")
+    torch.testing.assert_close(ours(random_words(2, 17))[0], expected, rtol=0, atol=2e-6)
+
+
+LM = f"{TASK} --optimizer adam --lr 3e-3 --decoder-layers 2 --decoder-embed-dim 32"
+ARCHS = {
+    "lrpe_lm_tiny": f"{LM} --arch lrpe_lm_tiny --decoder-input-dim 32 --decoder-output-dim 32",
+    "lrpe_roberta_tiny": f"{ROBERTA} --arch lrpe_roberta_tiny",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["--attention-type softmax", "--attention-type linear"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_checkpoint_from_before_2020_loads_in_every_arch(arch, attention):
+    config = configured(data(), f"{ARCHS[arch]} {attention} --position-encoding rope")
+    torch.manual_seed(1)
+    model, other = (tasks.setup_task(config.task).build_model(config.model) for _ in range(2))
+    state = aged(model.state_dict())
+    assert any("in_proj_weight" in name for name in state)
+    assert not any("q_proj" in name for name in state)
+    other.load_state_dict(state, strict=True, model_cfg=config.model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+@torch.no_grad()
+def test_a_translation_checkpoint_from_before_2020_loads_with_its_cross_attention(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for side in ("de", "en"):
+        (folder / f"dict.{side}.txt").write_text((data() / "dict.txt").read_text())
+    config = configured(
+        folder,
+        f"--user-dir {PLUGIN} --task translation -s de -t en --optimizer adam --lr 3e-3",
+        f"{small_transformer()} --cross-position-encoding rope",
+    )
+    model, other = (tasks.setup_task(config.task).build_model(config.model) for _ in range(2))
+    state = aged(model.state_dict())
+    assert any("encoder_attn.in_proj_weight" in name for name in state)
+    other.load_state_dict(state, strict=True, model_cfg=config.model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+REFUSED = {
+    "the activation relu": {"hidden_act": "relu"},
+    "layer_norm_eps 1e-12": {"layer_norm_eps": 1e-12},
+    "2 types of tokens": {"type_vocab_size": 2},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_model_that_lrpe_roberta_does_not_represent_is_refused(reason):
+    model = RobertaForMaskedLM(RobertaConfig(vocab_size=30, **{**SIZES, **REFUSED[reason]}))
+    with pytest.raises(ChoiceError, match=reason):
+        roberta.of_hugging_face(model)
+
+
+def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path, capsys, of_hugging_face):
+    folder, _ = of_hugging_face
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    torch.save({"model": {}}, tmp_path / "empty.pt")
+    for arguments, reason in {
+        (str(folder), str(tmp_path)): "exists: name a new folder",
+        (str(tmp_path / "absent.pt"), "new"): "does not exist",
+        (str(tmp_path / "empty.pt"), "new"): "is no checkpoint of fairseq's roberta",
+        (
+            str(folder),
+            "new",
+            "--dictionary",
+            str(tmp_path / "dict.txt"),
+        ): "has 264 symbols, and its",
+        (str(folder), "new", "--dictionary", str(tmp_path / "none.txt")): "none.txt does not exist",
+    }.items():
+        assert import_roberta.main(list(arguments)) == 2
+        said = capsys.readouterr().err
+        assert reason in said
+        assert said.count("\n") == 1
