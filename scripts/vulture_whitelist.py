@@ -104,13 +104,24 @@ _.shared_by_stacks
 _.shift_unit
 
 # naive forms and lists that tests compare with
-_.FREE_FORMS
+_.COMPOSED_NAMES
 _.WANTED
 _.losses_naive
 
 # for code that prepares trees (docs/running.md)
 _.codes_from_arities
 _.concat
+
+# fairseq reads these of a configuration that torchrun has filled in
+_.ddp_backend
+_.device_id
+_.distributed_backend
+_.distributed_rank
+_.distributed_world_size
+
+# transformers reads these of a converted model
+_.architectures
+_.is_quantized
 
 # the key of a cache: the file is read again after it was modified
 _.modified

@@ -204,15 +204,13 @@ class CrossAttention(ProjectedAttention):
             a state of another layer or batch; in ``sequence_parallel``.
         """
         check_tokens(x, query_padding_mask, positions, width=self.embed_dim, names=OF_QUERY)
-        if state is None:
-            before = past = None  # the first call: the memory is encoded and kept
+        before = past = source = None
+        if state is None:  # the first call: the memory is encoded and kept
             source = self._tokens_of_memory(x, memory, key_padding_mask, memory_positions)
-        else:
+        else:  # later calls read the state, and not the memory
             check_owner(state, CrossState, self.owner, x)
-            # later calls read the state, and not the memory
             before = state.next_position
             past = state.memory
-            source = None
         queries = tokens_of(x, query_padding_mask, before, positions)
         weights = None
         if self.attention_type == "linear":

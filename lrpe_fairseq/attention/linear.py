@@ -224,8 +224,7 @@ def linear_attention(
             Trap: in causal attention a constant decay counts every slot, padding included. In
             bidirectional attention the factor is exp(log_decay n), n the number of real tokens
             after the earlier of s, t, up to the later one; it needs S = T.
-        starts: bool (B, T), true at every token that begins a document (causal only): a decay of 0
-            before it, so that no later token reads the sums of earlier ones.
+        starts: bool (B, T), true where a document begins (causal only): a decay of 0 before it.
         transport: of the T tokens, with w like encoded features (causal only); beta 0 at padding.
         dtype: of the result; None for that of ``v``. Sums without a denominator overflow float16.
     Returns: (B, H, T, E) in that dtype (float16 saturates). Sums are computed in float32 or wider.
@@ -235,24 +234,13 @@ def linear_attention(
     """
     _check_documents(q, causal, starts, transport)
     dtype = dtype or v.dtype
-    by_feature = _by_feature(log_decay)
-    if by_feature and not causal:
-        raise ValueError("a decay of single features needs causal=True")
-    kernel = None
-    if transport is None and not by_feature:
-        kernel = dispatch.linear_kernel(q, v, log_decay, causal)
-    rows = _prepare(
-        q,
-        k,
-        v,
-        causal=causal,
-        padding=key_padding_mask,
-        normalizer=normalizer,
-        content=content,
-        log_decay=log_decay,
-        widen=kernel is None,
-    )
-    if transport is not None or by_feature:  # no kernel: the text is one block without a past
+    in_one_block = transport is not None or _by_feature(log_decay)  # no kernel serves these
+    _require_causal(log_decay, causal)
+    kernel = None if in_one_block else dispatch.linear_kernel(q, v, log_decay, causal)
+    options = {"causal": causal, "padding": key_padding_mask, "normalizer": normalizer}
+    options |= {"content": content, "log_decay": log_decay, "widen": kernel is None}
+    rows = _prepare(q, k, v, **options)
+    if in_one_block:  # without a past
         state = _empty_state(rows.q, rows.v, rows.content)
         return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)[0]
     call = _Call(kernel, causal, key_padding_mask, starts)
@@ -498,6 +486,12 @@ def _factors(log_decay: Tensor, q: Tensor, causal: bool, padding: Tensor | None)
 def _by_feature(log_decay: Tensor | None) -> bool:
     """True for a decay (B, H, T, D) of every feature."""
     return log_decay is not None and log_decay.dim() == 4
+
+
+def _require_causal(log_decay: Tensor | None, causal: bool) -> None:
+    """Raise ValueError for a decay of every feature without causal attention."""
+    if _by_feature(log_decay) and not causal:
+        raise ValueError("a decay of single features needs causal=True")
 
 
 def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:

@@ -36,6 +36,7 @@ from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import outside_graphs
 from lrpe_fairseq.kernels.dispatch import feature_maps
 
@@ -437,7 +438,7 @@ class MultiheadAttention(ProjectedAttention):
         """Return phi(q) and phi(k) of x (B, T, C) without the encoding, (B, H, T, D) each."""
         check_tokens(x)
         q, k, _ = self._project(x, tokens=tokens_of(x))
-        return feature_maps(q, k)
+        return dispatch.feature_maps(q, k)
 
     def _log_decay(
         self, x: Tensor, padding: Tensor | None = None, in_slots: bool = True

@@ -181,7 +181,7 @@ class Slow(nn.Module):
         return rho.to(exact_type(rho.device)) * self.lr_scale
 
 
-def _as_theta(module: Slow, state: dict, prefix: str, local: object) -> None:
+def _as_theta(module: Slow, state: dict, prefix: str, *rest: object) -> None:
     """Write the angles in radians into a checkpoint."""
     rho = state.pop(f"{prefix}slow_theta")
     state[f"{prefix}theta"] = (rho.double() * module.lr_scale).float()
