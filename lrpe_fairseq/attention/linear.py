@@ -243,11 +243,8 @@ def linear_attention(
     if in_one_block:  # without a past
         state = _empty_state(rows.q, rows.v, rows.content)
         return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)[0]
-    call = _Call(kernel, causal, key_padding_mask, starts)
-    out, denominator = call.sums(rows.q, rows.k, rows.v, normalizer == "rotated", rows.log_decay)
-    if rows.content is not None:
-        denominator = call.content_sums(*rows.content)
-    return _narrow(_divide(out, denominator), dtype, normalizer)
+    quotient = _Call(kernel, causal, key_padding_mask, starts).quotient(rows, normalizer)
+    return _narrow(quotient, dtype, normalizer)
 
 
 @_without_autocast
@@ -527,6 +524,14 @@ class _Call(NamedTuple):
     padding: Tensor | None
     starts: Tensor | None
 
+    def quotient(self, rows: Rows, normalizer: str) -> Tensor:
+        """Return the sums over all visible keys, divided as ``normalizer`` says."""
+        normalizes = normalizer == "rotated"
+        out, denominator = self.sums(rows.q, rows.k, rows.v, normalizes, rows.log_decay)
+        if rows.content is not None:
+            denominator = self.content_sums(*rows.content)
+        return _divide(out, denominator)
+
     def sums(
         self, q: Tensor, k: Tensor, v: Tensor, normalizes: bool, log_decay: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -760,7 +765,8 @@ def _advance_by_one(
         rate = torch.exp(log_decay.to(q))  # H, B H 1, or B H 1 D
         rate = rate.unsqueeze(-1) if log_decay.dim() == 1 else rate
         rate = rate.squeeze(2) if _by_feature(log_decay) else rate  # B H D
-        kv, keys = kv * rate.unsqueeze(-1), keys * rate
+        kv = kv * rate.unsqueeze(-1)
+        keys = keys * rate if with_denominator else keys
     kv = torch.addcmul(kv, k.transpose(-1, -2), v)
     denominator = None
     if with_denominator:
