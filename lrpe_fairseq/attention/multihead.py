@@ -38,7 +38,6 @@ from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import outside_graphs
-from lrpe_fairseq.kernels.dispatch import feature_maps
 
 __all__ = [
     "ATTENTION_TYPES",
