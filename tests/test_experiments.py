@@ -32,13 +32,13 @@ from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys, machine
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.records.tables import load_table
-from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule
+from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule, slurm
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.kernels import loader
 from tests.test_data_prep import multi30k, newstest, wmt14
@@ -247,7 +247,7 @@ def test_a_log_says_which_forms_computed_each_attention(tmp_path, monkeypatch):
     assert fairseq_log.served(log) == found
     loader.log_served("linear attention", "c++", "cpu")
     served = {**found, "linear attention": ["c++ on cpu"]}
-    assert run_files.environment([log])["kernels"]["served"] == served
+    assert machine.environment([log])["kernels"]["served"] == served
 
 
 def test_a_resumed_training_has_one_curve_and_the_speed_of_its_steady_part(tmp_path):
@@ -473,13 +473,13 @@ def run_fakes(monkeypatch, root, jobs, **options):
 
 def test_an_array_keeps_the_numbers_of_its_runs(tmp_path, monkeypatch):
     submitted = []
-    monkeypatch.setattr(run_table.slurm, "load_site", lambda *_: SimpleNamespace(nodes=1))
-    monkeypatch.setattr(run_table.slurm, "submit", lambda *words: submitted.extend(words[3]))
+    monkeypatch.setattr(run_table.slurm, "load_site", lambda *_: slurm.Site())
+    monkeypatch.setattr(run_table.slurm, "submit", lambda plan: submitted.extend(plan.array))
     jobs = fakes(tmp_path, **dict.fromkeys("abcd", DONE))
     (jobs[1].folder / "done").touch()
     options = argparse.Namespace(table="table2", **dict.fromkeys(run_table.SITE_OPTIONS))
     assert run_table._submit(jobs, options, ["table2", "--slurm"]) == 0
-    assert submitted == [0, 2, 3]
+    assert submitted[0] == "--array=0,2,3"
 
 
 def test_at_the_deadline_all_is_stopped_and_counts_as_left(tmp_path, events, capsys):

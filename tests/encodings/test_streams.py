@@ -40,9 +40,10 @@ def test_no_two_streams_of_a_stack_begin_at_one_seed(name, start, seeds):
         flat = "position_grid" not in options
         if not flat and name not in ("ape", "rope", "lrpe-type4", "ape:sequence+cycle7"):
             continue
+        kind = "linear" if name.startswith("gated-channel:") else "softmax"
         for seed in range(LAYERS):
             MultiheadAttention(
-                32, 2, attention_type="softmax", position_encoding=name, causal=True, seed=seed,
+                32, 2, attention_type=kind, position_encoding=name, causal=True, seed=seed,
                 parts=",".join(PARTS), options=EncodingOptions(ape_init=start, **options),
             )  # fmt: skip
     assert {"output-gate", "kv-shift"} <= set.union(*seeds.values())

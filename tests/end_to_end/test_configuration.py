@@ -86,7 +86,9 @@ def other_value(option):
     """A value that an option of an encoding does not have by default."""
     if choices := option.metadata["choices"]:
         return next(choice for choice in choices if choice != option.default)
-    return not option.default if option.type is bool else 7.0 if option.type is float else 7
+    if option.type is bool:
+        return not option.default
+    return option.type(7) if option.type in (float, str) else 7
 
 
 def read_by_hydra(folder, model, *overrides):

@@ -174,7 +174,10 @@ def comparable(name: str, value: Any) -> Any:
     """Return the value of an option in the form in which settings are compared.
 
     Patterns are as short as possible, encodings have canonical names, and 1, 1.0 and "1" are equal.
+    So are an empty text and None: fairseq's command line reads the one, its YAML the other.
     """
+    if value == "":
+        value = None
     if not (isinstance(value, str) and value and name.endswith(patterns.OPTIONS)):
         return plain(value)
     canonical = canonical_name if name.endswith("position_encoding") else str
