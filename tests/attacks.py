@@ -253,7 +253,10 @@ CHECKPOINTS: Attacks = {
     "lm: a diverged model": (lambda lab: lm(lab, lab.changed("x", weight=math.nan)), "diverged"),
     "lm: other words": (lambda lab: lm(lab, lab.lm, lab.other_data), "is not the dictionary"),
     "lm: the data were prepared again": (prepared_again, "is not the dictionary"),
-    "lm: a lone factor": (lambda lab: lm(lab, lab.lm, None, "--context-factor 4"), "need each"),
+    "lm: a lone factor": (
+        lambda lab: lm(lab, lab.lm, None, "--context-factor 4"),
+        "needs --context-s",
+    ),
     "lm: --out FOLDER": (lambda lab: lm(lab, lab.lm, None, f"--out {lab.folder}"), "is a folder"),
     "mt: a language model": (lambda lab: mt(lab, lab.lm), "not of lrpe_transformer"),
     "mt: data without manifest": (without_manifest, "manifest.json"),
@@ -276,7 +279,9 @@ def sbatch(lab: Lab, script: str) -> int:
         (bin_dir / "sbatch").chmod(0o755)
     write = mock.patch.object(slurm, "job_script", return_value="")
     with mock.patch.dict(os.environ, PATH=f"{bin_dir}:/bin"), write:
-        return guarded(lambda: slurm.submit(lab.folder, "table2", [], [0], slurm.Site()))
+        return guarded(
+            lambda: slurm.submit(slurm.planned(lab.folder, "table2", [], [0], slurm.Site()))
+        )
 
 
 REFUSED = {  # by run_table

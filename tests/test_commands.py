@@ -16,13 +16,16 @@ from lrpe_fairseq.experiments.runner import by_hand
 
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
+    "convert": "{absent}/model {absent}/out",
     "eval_classifier": "{absent}/a.pt {absent}",
     "eval_glue": "{absent}/a.pt {absent}/RTE valid --out {absent}/o.json",
     "eval_lm": "{absent}/a.pt {absent}",
     "eval_mt": "{absent}/a.pt {absent}",
     "export": "{absent}/a.pt {absent}/out",
     "finetune_glue": "{absent}/a.pt RTE",
+    "import_roberta": "{absent}/model {absent}/out",
     "ngrams": "{absent}",
+    "pairs": "{absent}/a.pt {absent} --label mine --out {absent}/o.json",
     "prepare": "{absent}/a.txt --dest {other}",
     "run_table": "table0",
     "score_lm": "{absent}/a.pt {absent} test blocks-64 --out {absent}/o.json",

@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.folder.exists():
         raise UserError(f"{options.folder} exists: name a new folder")
+    if options.model.count("/") > 1 and not Path(options.model).exists():  # no name of the Hub
+        raise UserError(f"{options.model} does not exist: name a folder of transformers")
     given = {"gguf_file": options.gguf} if options.gguf else {}
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype, **given)
     changes: dict[str, Any] = dict(options.option)

@@ -50,7 +50,7 @@ def _check_scaling(options: argparse.Namespace) -> None:
     """Raise a ValueError for options of context scaling that need another one."""
     scaling, scaled = options.context_scaling, options.context_factor != 1
     if (scaling == "none" and scaled) or not options.context_factor >= 1:
-        raise ValueError("--context-factor, at least 1, needs --context-scaling")
+        raise ValueError("--context-factor needs --context-scaling, and must be at least 1")
     if scaling not in ("none", *BY_TEXT) and not scaled:
         raise ValueError(f"--context-scaling {scaling} needs --context-factor above 1")
     if options.longrope_factors and scaling != "longrope":
