@@ -19,6 +19,7 @@ from lrpe_fairseq.attention.tokens import Tokens, visible_pairs, window_is_in_sl
 from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
 from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import without_autocast
 from lrpe_fairseq.kernels.dispatch import LinearKernel
@@ -27,7 +28,8 @@ from lrpe_fairseq.kernels.linear.causal import block_decay, decay_matrix, full_d
 
 NORMALIZERS = ("rotated", "content", "layernorm", "none")
 """Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
-encoding, as in RoFormer. ``layernorm``: none here, but a LayerNorm follows (TMLR). ``none``: none.
+encoding, as in RoFormer. ``layernorm``: no denominator, but a LayerNorm follows (TMLR). ``none``:
+no denominator.
 """
 
 EPS = 1e-6
@@ -234,13 +236,13 @@ def linear_attention(
     """
     _check_documents(q, causal, starts, transport)
     dtype = dtype or v.dtype
-    in_one_block = transport is not None or _by_feature(log_decay)  # no kernel serves these
+    without_kernel = transport is not None or _by_feature(log_decay)
     _require_causal(log_decay, causal)
-    kernel = None if in_one_block else dispatch.linear_kernel(q, v, log_decay, causal)
+    kernel = None if without_kernel else dispatch.linear_kernel(q, v, log_decay, causal)
     options = {"causal": causal, "padding": key_padding_mask, "normalizer": normalizer}
     options |= {"content": content, "log_decay": log_decay, "widen": kernel is None}
     rows = _prepare(q, k, v, **options)
-    if in_one_block:  # without a past
+    if without_kernel:  # one block without a past
         state = _empty_state(rows.q, rows.v, rows.content)
         return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)[0]
     quotient = _Call(kernel, causal, key_padding_mask, starts).quotient(rows, normalizer)
@@ -329,7 +331,9 @@ def attend_to_memory(
     Equal to :func:`linear_attention` with ``causal=False`` and the arguments of
     :func:`summed_memory`. content: features of the queries without encoding, for normalizer
     ``content``. dtype: of the values, and of the result (B, H, T, E).
+    Raises: ValueError for an unknown normalizer.
     """
+    check_normalizer(normalizer)
     _check_sums(memory, q, None)
     counted = {"rotated": q, "content": content}.get(normalizer)
     out = q.to(memory.kv) @ memory.kv
@@ -345,6 +349,13 @@ def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
 
 
 # --- shared by all functions -------------------------------------------------------------------
+
+
+def check_normalizer(normalizer: str) -> None:
+    """Raise ChoiceError for a name that is not in :data:`NORMALIZERS`."""
+    if normalizer not in NORMALIZERS:
+        known = ", ".join(NORMALIZERS)
+        raise ChoiceError(f"unknown normalizer {normalizer!r}; choose one of {known}")
 
 
 def _prepare(
@@ -364,8 +375,7 @@ def _prepare(
     Without ``widen`` q, k and v keep their dtype, because the kernel computes its sums in float32.
     Raises: ValueError; see :func:`linear_attention`.
     """
-    if normalizer not in NORMALIZERS:
-        raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {NORMALIZERS}")
+    check_normalizer(normalizer)
     if normalizer == "content" and content is None:
         raise ValueError("normalizer 'content' needs content=(q, k), the features before encoding")
     _check_features(q, k, v, padding, log_decay)
@@ -553,7 +563,7 @@ class _Call(NamedTuple):
 
     @property
     def _causal_sums(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        return dispatch.causal_sums if self.kernel is None else self.kernel.causal_sums
+        return dispatch.plain_causal_sums if self.kernel is None else self.kernel.causal_sums
 
     def content_sums(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the denominators (B, H, T) of normalizer "content" for the features q and k."""
@@ -690,7 +700,7 @@ def _advance(
     if _by_feature(log_decay):
         return _advance_by_feature(q, k, v, before, log_decay, with_denominator)
     wanted = "sums" if with_denominator else "numerator"
-    numerator, denominator = dispatch.causal_sums(q, k, v, wanted, log_decay, EPS)
+    numerator, denominator = dispatch.plain_causal_sums(q, k, v, wanted, log_decay, EPS)
     kv, keys = before
     if log_decay is not None:
         by_token = log_decay
@@ -756,7 +766,7 @@ def _advance_by_one(
     with_denominator: bool,
     transport: Transport | None,
 ) -> tuple[Tensor, Tensor | None, LinearState]:
-    """Compute :func:`_advance` for T = 1 in a fifth of its time: update the state first."""
+    """Compute :func:`_advance` for T = 1, five times as fast: the state is updated first."""
     kv, keys = before
     if transport is not None:
         kv = reflected(kv.mT, transport).mT

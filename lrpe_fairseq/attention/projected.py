@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.attention.linear import NORMALIZERS
+from lrpe_fairseq.attention.linear import check_normalizer
 from lrpe_fairseq.attention.parts import Gate, HeadNorm, KVShift, parse_parts
 from lrpe_fairseq.attention.states import Owner
 from lrpe_fairseq.attention.tokens import Given, Tokens, tokens_of
@@ -431,10 +431,7 @@ def _check_choices(attention_type: str, normalizer: str) -> None:
         raise ChoiceError(
             f"unknown attention type {attention_type!r}; choose one of {', '.join(ATTENTION_TYPES)}"
         )
-    if normalizer not in NORMALIZERS:
-        raise ChoiceError(
-            f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}"
-        )
+    check_normalizer(normalizer)
 
 
 def _check_biases(**biases: bool) -> None:

@@ -1,6 +1,9 @@
-"""Which kernel serves a call: the only place that asks the kernels and chooses between them.
+"""Which family of kernels serves a call: the only place that asks them and chooses.
 
-| operation | on a GPU (Triton) | on a CPU (C++) | everywhere else |
+Triton modules choose between their own kernels, by width and dtype. Single tokens of decoding do
+not come here: they are a few products in PyTorch.
+
+| operation | on a GPU (Triton) | on a CPU (C++) | without a kernel |
 |---|---|---|---|
 | Lambda P phi of q and k | ``encode.encode_triton`` | ``encode.encode_cpu`` | the encoding |
 | phi alone | ``encode.encode_triton`` | – | ``encode.encode.feature_map`` |
@@ -133,8 +136,9 @@ def linear_kernel(
 ) -> LinearKernel | None:
     """Return the kernel of a GPU for linear attention of q (B, H, T, D) and v (B, H, S, E).
 
-    None where there is none: then rows are made float32 or wider, and :func:`causal_sums` or the
-    definition computes the sums. A decay makes causal sums of bidirectional attention.
+    None where no kernel serves them: then rows are made float32 or wider, and
+    :func:`plain_causal_sums` or the definition computes the sums. Bidirectional
+    attention with a decay is computed as two causal sums.
     """
     triton = loader.triton_kernels(CAUSAL)
     if triton is not None and triton.serves(q, v, log_decay):
@@ -147,7 +151,7 @@ def linear_kernel(
 
 
 @outside_graphs
-def causal_sums(
+def plain_causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``causal.definition``, in C++ if supported. Not traced by torch.compile."""

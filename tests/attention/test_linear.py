@@ -5,10 +5,12 @@ import torch
 
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
+    attend_to_memory,
     linear_attention,
     linear_attention_block,
     linear_attention_naive,
     linear_attention_window,
+    summed_memory,
 )
 from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.kernels.linear import causal as in_pytorch
@@ -298,3 +300,10 @@ def test_a_window_by_blocks_equals_the_naive_one_in_outputs_and_gradients(
     wanted = outputs_and_gradients(linear_attention_naive, example(200), causal=True, **options)
     got = outputs_and_gradients(by_blocks, example(200))
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_an_unknown_normalizer_is_refused_also_with_a_memory_of_sums():
+    x = torch.randn(1, 2, 3, 4)
+    memory = summed_memory(x, x)
+    with pytest.raises(ValueError, match="unknown normalizer 'rotate'; choose one of rotated, "):
+        attend_to_memory(x, memory, normalizer="rotate", dtype=x.dtype)

@@ -151,7 +151,7 @@ def _flash(
     # torch's own kernel is as fast, unless v is narrower than q and k and would be padded
     if q.shape[2] == 1 or (plain and q.shape[3] == v.shape[3]):
         return None
-    # the kernel counts lags in slots; a decay alone may be gates, which are sums by token
+    # the kernel counts lags in slots; a constant decay alone can be passed as gates, sums by token
     in_slots = (
         queries.first_slot is not None and keys.first_slot is not None and call.lags is not None
     )
@@ -187,7 +187,10 @@ def _is_decay_as_gates(call: Call) -> bool:
 
 
 def _is_data(form: Form) -> bool:
-    """True if tables, fixed decays or per-token biases describe the form completely."""
+    """True if tables, fixed decays or per-token biases describe the form completely.
+
+    An empty form counts: gates are in the tokens.
+    """
     # the kernel has no gradients of decays
     if any(x is not None and x.requires_grad for x in (form.decay, form.score_decay)):
         return False

@@ -62,7 +62,8 @@ class FoX(Unchanged):
     card = Card(
         mechanism="gate",
         equation=r"z_{st} + \sum_{u=t+1}^{s} \log f_u,\quad f_u = \sigma(w_h^\top x_u + b_h)",
-        cost="H C + H parameters; one bias (B, H, T, S) in softmax attention",
+        cost="H C + H parameters; sums (B, H, T) of gates, and without a kernel one bias "
+        "(B, H, T, S) in softmax attention",
         beyond="The gates depend on content only, so nothing changes with the position; far keys "
         "count as long as the learned gates stay open.",
         source="[Lin et al. (2025)](https://arxiv.org/abs/2503.02130), Section 3",
