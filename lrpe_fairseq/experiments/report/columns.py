@@ -159,6 +159,14 @@ class ColumnView:
         counts = [len(self.cells[row]) for row in self.rows]
         return statistics.mode(counts) if counts else 0
 
+    @property
+    def seed_span(self) -> str:
+        """The number of seeds as text, such as "1 seed"; from fewest to most if rows differ."""
+        counts = {len(self.cells[row]) for row in self.ranked()}
+        low, high = min(counts), max(counts)
+        span = str(low) if low == high else f"{low} to {high}"
+        return f"{span} seed{'s' if high != 1 else ''}"
+
     def short(self, row: str) -> str:
         """Return the mean as text."""
         return fixed(self.mean(row), self.column.decimals)

@@ -126,19 +126,11 @@ def _rows(table: Table, view: ColumnView) -> str:
     # With one seed there is a span, and no order.
     if view.is_open:
         span = f"{view.named(ranked[0])} to {view.named(ranked[-1])}"
-        return f"{_place(view)}, {_seeds(view)}: no verdicts ({span}).{rank_correlation(view)}"
+        return f"{_place(view)}, {view.seed_span}: no verdicts ({span}).{rank_correlation(view)}"
     # Not "the best": seeds do not tell these apart.
     names = _some([view.named(row) for row in view.unbeaten])
-    text = f"{_place(view)}, {_seeds(view)}: no row is better than {names}."
+    text = f"{_place(view)}, {view.seed_span}: no row is better than {names}."
     return text + _against_baseline(view, table.baseline) + rank_correlation(view)
-
-
-def _seeds(view: ColumnView) -> str:
-    """Return the number of seeds; its span if rows differ."""
-    counts = {len(view.cells[row]) for row in view.ranked()}
-    low, high = min(counts), max(counts)
-    span = str(low) if low == high else f"{low} to {high}"
-    return f"{span} seed{'s' if high != 1 else ''}"
 
 
 def _against_baseline(view: ColumnView, base: str) -> str:
