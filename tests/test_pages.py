@@ -290,7 +290,14 @@ def test_the_readme_links_every_page():
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     languages = {named for _, named, _ in FENCED.findall(page.read_text(encoding="utf-8"))}
-    assert languages <= {"", "python", "math", "bibtex", "yaml"}  # no block escapes the checks
+    assert languages <= {
+        "",
+        "python",
+        "math",
+        "bibtex",
+        "yaml",
+        "text",
+    }  # no block escapes the checks
     found = blocks(page, "python")
     if page.name == "CONTRIBUTING.md":
         assert len(found) == 4  # followed below, and in test_families.py
