@@ -182,7 +182,7 @@ def test_panels_that_differ_in_attention_only_have_one_range_and_a_far_value_is_
 
 
 def test_a_far_point_stands_at_the_upper_edge_with_its_number(monkeypatch, tmp_path):
-    rows = {f"m{n}": (n, 100 + n) for n in range(7)} | {"far": (3, 700)}
+    rows = {f"m{n}": (50 + n, 100 + n) for n in range(7)} | {"far": (53, 700)}
     one = plots.Panel("Linear attention, valid", "x", rows, "y", "perplexity")
     figure = drawn_by(monkeypatch, lambda: plots.points(tmp_path / "a.png", [one]))
     assert "far: 700 \u2191" in texts(figure.axes[0])

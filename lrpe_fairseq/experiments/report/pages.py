@@ -366,13 +366,14 @@ def _against_paper(views: Iterable[ColumnView]) -> list[ColumnView]:
 def _by_updates(views: Iterable[ColumnView]) -> list[plots.Panel]:
     """Return curves over the updates of training, a panel per attention; empty for other columns.
 
-    The columns have the numbers of updates as titles, at least two of one attention type.
+    The columns have the numbers of updates as titles; at least two of one attention are full.
     """
     by_attention: dict[str, list[ColumnView]] = {}
     for view in views:
         if not UPDATES.fullmatch(view.column.title):
             return []
-        by_attention.setdefault(view.column.attention, []).append(view)
+        if len(view.ranked()) >= FEWEST:
+            by_attention.setdefault(view.column.attention, []).append(view)
     if max(map(len, by_attention.values()), default=0) < 2:
         return []
     return [
