@@ -248,7 +248,7 @@ CHECKSUMS = {
     "flip-flop": "b68c75e001d3741b",
     "counting": "aa3d721e781e5c33",
     "grid": "3974351a0a650f0f",
-    "passkey": "8a81a77add57d2dc",
-    "keys": "3f16767fce01554e",
-    "variables": "836bb42103ecd739",
+    "passkey": "540bfedf57137ecd",
+    "keys": "30f464c91bcc1ba6",
+    "variables": "bb95badf18a64f77",
 }

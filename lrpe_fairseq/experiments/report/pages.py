@@ -15,6 +15,8 @@ import pandas as pd
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
+    curves,
+    maps,
     markdown,
     orders,
     pairs,
@@ -69,12 +71,15 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     """Return path -> function that draws the picture of every group, or of the wanted ones."""
     results = results_of(root)
     every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
-    return {
+    drawn = {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
         # A picture of two rows says less than the table.
         if has_picture(views)
     }
+    for sheet, _ in every:
+        drawn |= maps.pictures(results, sheet, FOLDER) | curves.pictures(results, sheet, FOLDER)
+    return drawn
 
 
 def _section(results: Results, table: Table) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     folders = sorted({name.split("/")[0] for name in runs})
     return {
         "table": table,
-        "groups": [_group(x, views) for x in sheets if (views := results.headlines(x))],
+        "groups": [_group(results, x, views) for x in sheets if (views := results.headlines(x))],
         "runs": len(runs),
         "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
         "machines": markdown.listed(machines),
@@ -93,7 +98,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     }
 
 
-def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
+def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str, Any]:
     """Return what a page shows of a comparable group of runs."""
     return {
         "scale": sheet.scale,
@@ -102,6 +107,8 @@ def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
         "picture": picture(sheet) if has_picture(views) else "",
         "caption": "Ours against the paper" if _against_paper(views) else "Values",
         "grid": grid(sheet.table, views),
+        "maps": maps.names(results, sheet),
+        "curves": curves.names(results, sheet),
     }
 
 
