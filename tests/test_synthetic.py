@@ -188,6 +188,17 @@ def test_the_asked_fact_has_the_depth_of_its_split_and_nothing_else_moves(task, 
         assert any(share == pytest.approx(depth, abs=0.51 / len(words)) for share in before)
 
 
+@pytest.mark.parametrize("task", retrieval.TASKS)
+def test_no_digit_occurs_twice_in_the_facts_of_a_long_text(task):
+    for sample in drawn(task, 50, multiple=1):
+        question = max(sample.inputs.index(q) for q in QUESTIONS if q in sample.inputs)
+        given = [token for token in sample.inputs[:question] if token in retrieval.DIGITS]
+        assert len(given) == len(set(given)) >= 4
+
+
+QUESTIONS = ("passkey?", "value-of?", "get?")
+
+
 def test_words_around_hidden_facts_follow_one_another():
     words = retrieval.surroundings(RandomState(1), 4000)
     followers = {first: {b for a, b in itertools.pairwise(words) if a == first} for first in words}

@@ -35,7 +35,8 @@ def panels(results: Results, sheet: Sheet) -> list[plots.Panel]:
     if not sheet.table.curves:
         return []
     found = []
-    for view in results.headlines(sheet):
+    # a mean over columns has several trainings
+    for view in (view for view in results.headlines(sheet) if not view.column.mean_of):
         rows = {
             view.names[row]: line for row in view.ranked() if (line := curve(results, view, row))
         }

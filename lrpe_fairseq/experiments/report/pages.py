@@ -5,6 +5,7 @@ A page has a verdict per column, one picture, one table, and what it rests on. T
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,6 +33,8 @@ from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 FOLDER = "results"
 FEWEST = 4
 """Smallest number of rows of a picture."""
+ORDERED = 0.2
+"""A column orders its rows if at least this share of their pairs has an order."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 """Columns of the frame that name a cell."""
 VERDICT = ["verdict", "difference", "low", "high"]
@@ -137,7 +140,7 @@ def _rows(table: Table, view: ColumnView) -> str:
     # Not "the best": seeds do not tell these apart.
     names = _some([view.named(row) for row in view.unbeaten])
     text = f"{_place(view)}, {view.seed_span}: no row is better than {names}."
-    return text + _against_baseline(view, table.baseline) + rank_correlation(view)
+    return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
 def _against_baseline(view: ColumnView, base: str) -> str:
@@ -157,6 +160,23 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
     which = "one" if len(verdicts[orders.UNRESOLVED]) == 1 else "ones"
     return text + (f" {_unresolved(visible, view, which)}" if visible else "")
+
+
+def _ordered(view: ColumnView) -> str:
+    """Say how many pairs of published rows have an order; the baseline is left out.
+
+    A correlation with the paper means little where hardly a pair has one.
+    """
+    rows = [row for row in view.ranked() if row in view.paper and row != view.table.baseline]
+    if not view.column.comparable or len(rows) < FEWEST:
+        return ""
+    pairs_ = list(itertools.combinations(rows, 2))
+    known = sum(view.mark(a, b) in (orders.BETTER, orders.WORSE) for a, b in pairs_)
+    equal = sum(view.mark(a, b) == orders.EQUAL for a, b in pairs_)
+    text = f" Of the {len(pairs_)} pairs of the paper's other rows, {known or 'none'} "
+    text += "has an order" if known in (0, 1) else "have an order"
+    text += f" and {equal} are equal." if equal > 1 else "."
+    return text + (" This column cannot order them." if known < ORDERED * len(pairs_) else "")
 
 
 def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:
