@@ -20,7 +20,8 @@ headline: [at-1x-0]
 curves: true
 columns:
   - {for: {length: [1, 4], depth: [0, 100]}, key: "at-{length}x-{depth}",
-     title: "{length}x, {depth}", attention: any, split: "test{length}-{depth}", protocol: whole, metric: answer_accuracy}
+     title: "{length}x, {depth}", attention: any, split: "test{length}-{depth}", protocol: whole,
+     metric: answer_accuracy}
   - {for: {depth: [0, 100]}, key: "at-4x-yarn-{depth}", title: "4x, yarn, {depth}",
      attention: any,
      rows: [RoPE], split: "test4-{depth}", protocol: whole+yarn-4, metric: answer_accuracy}

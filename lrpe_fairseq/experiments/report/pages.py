@@ -58,6 +58,8 @@ def pages(root: Path) -> dict[str, str]:
             view for t in tables for s in results.sheets_of(t.name) for view in results.headlines(s)
         ]
         main = results.tables.get(name)
+        # The table of the page comes before those that share it.
+        tables.sort(key=lambda table: table.name != name)
         texts[f"{FOLDER}/{name}.md"] = markdown.rendered(
             "table.md.j2",
             title=main.title if main else name.capitalize(),
@@ -163,20 +165,24 @@ def _against_baseline(view: ColumnView, base: str) -> str:
 
 
 def _ordered(view: ColumnView) -> str:
-    """Say how many pairs of published rows have an order; the baseline is left out.
+    """Say how many pairs of rows have an order: of the paper's, or of all where few have one.
 
-    A correlation with the paper means little where hardly a pair has one.
+    A correlation with the paper means little where hardly a pair has an order. The baseline is left
+    out.
     """
-    rows = [row for row in view.ranked() if row in view.paper and row != view.table.baseline]
-    if not view.column.comparable or len(rows) < FEWEST:
-        return ""
-    pairs_ = list(itertools.combinations(rows, 2))
+    rows = [row for row in view.ranked() if row != view.table.baseline]
+    printed = [row for row in rows if row in view.paper and view.column.comparable]
+    of_paper = len(printed) >= FEWEST
+    chosen = printed if of_paper else rows
+    pairs_ = list(itertools.combinations(chosen, 2))
     known = sum(view.mark(a, b) in (orders.BETTER, orders.WORSE) for a, b in pairs_)
-    equal = sum(view.mark(a, b) == orders.EQUAL for a, b in pairs_)
-    text = f" Of the {len(pairs_)} pairs of the paper's other rows, {known or 'none'} "
-    text += "has an order" if known in (0, 1) else "have an order"
-    text += f" and {equal} are equal." if equal > 1 else "."
-    return text + (" This column cannot order them." if known < ORDERED * len(pairs_) else "")
+    few = known < ORDERED * len(pairs_)
+    if len(chosen) < FEWEST or not (of_paper or few):
+        return ""
+    whose = "the paper's other rows" if of_paper else "other rows"
+    verb = "has" if known < 2 else "have"
+    text = f" Of the {len(pairs_)} pairs of {whose}, {known or 'none'} {verb} an order."
+    return text + (" This column cannot order them." if few else "")
 
 
 def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:
