@@ -31,7 +31,7 @@ from tests.trial import configurations
 PAD, FIRST = 1, 4
 CLASSES = 5
 CONFIGURED = CONFIGS / "classification"
-VIT = "vit-imagenet"  # built in test_experiments
+IMAGES = ("vit-imagenet", "cct-cifar10", "cct-cifar10-small")  # built in test_experiments
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
@@ -265,7 +265,9 @@ def configured(path):
     return OmegaConf.merge(OmegaConf.structured(kind), model, {"encoder_layers": 1}), task
 
 
-@pytest.mark.parametrize("name", [p.stem for p in configurations(CONFIGURED) if p.stem != VIT])
+@pytest.mark.parametrize(
+    "name", [p.stem for p in configurations(CONFIGURED) if p.stem not in IMAGES]
+)
 def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(name):
     options, task = configured(CONFIGURED / f"{name}.yaml")
     lengths = [task.max_positions()] * 2 if options.input == "pixels" else [4, 2]
