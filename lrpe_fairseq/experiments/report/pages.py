@@ -17,6 +17,7 @@ import pandas as pd
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
+    drift,
     markdown,
     orders,
     pairs,
@@ -63,6 +64,7 @@ def pages(root: Path) -> dict[str, str]:
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
             pairs=pairs.section(root),
+            drift=drift.PICTURE if drift.measured(root) else "",
             signs=any(table.compare == "rows" for table in tables),
             ngrams=any(view.yardstick for view in views),
         )

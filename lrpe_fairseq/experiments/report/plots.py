@@ -333,6 +333,27 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [round(mean + number * gap, 9) for number, mean in enumerate(means)]
 
 
+def quantiles(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw curves of quantiles of turns, labeled at their ends. rows: name -> its points (x, y).
+
+    Below a hundredth of a turn the axis is linear, so that angles of 0 have a place.
+    """
+    figure, every = _axes(panels, 5.2, 3.8)
+    top = max(y for panel in panels for curve in panel.rows.values() for _, y in curve)
+    for axes, panel in zip(every, panels, strict=True):
+        for place, (name, curve) in enumerate(panel.rows.items()):
+            xs, ys = zip(*curve, strict=True)
+            axes.plot(xs, ys, color=f"C{place}", linewidth=1.3)
+            axes.text(xs[-1], ys[-1], f" {name}", fontsize=8, va="center", color=f"C{place}")
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_ylim(-0.002, 1.5 * top)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.margins(x=0.12)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.text(0, 1, " one turn", fontsize=8, va="bottom")
+    save(figure, path)
+
+
 def point(x: float, values: Sequence[float]) -> Point:
     """Return the point of a curve at x."""
     return x, math.fsum(values) / len(values), min(values), max(values)
