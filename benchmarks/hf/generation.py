@@ -81,7 +81,8 @@ def filled(model: PreTrainedModel, length: int) -> DynamicCache:
 @torch.no_grad()
 def state_of(attention: MultiheadAttention, hidden: torch.Tensor) -> AttentionState:
     """Return the state of a layer after the tokens ``hidden`` (B, T, C)."""
-    return attention.attend(hidden, keep_state=True)[1]
+    state = attention.attend(hidden, keep_state=True)[1]
+    return state._replace(owner=None)  # any layer may continue it
 
 
 def row_of(
@@ -107,10 +108,11 @@ def main(arguments: list[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     original, _ = common.smollm2(PROGRAM)
+    built = models(original)
     contestants = {
         (name, length): Continuation(model, length, options.window)
         for length in LENGTHS
-        for name, model in models(original).items()
+        for name, model in built.items()
     }
     timings = contest(contestants, options.rounds)
     rows = [row_of(*key, timings, options.window) for key in contestants]
