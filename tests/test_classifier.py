@@ -20,6 +20,7 @@ from lrpe_fairseq.models.classifier import (
     LRPEClassifierConfig,
     LRPEClassifierTinyConfig,
     TokenBatchNorm,
+    gated_mean,
     mean_of_tokens,
 )
 from lrpe_fairseq.models.patches import Pixels
@@ -93,6 +94,8 @@ def test_an_example_has_one_output_alone_padded_and_anywhere_in_the_batch(attent
         {"norm": "batch", "final_norm": "after", "pooling": "first"},
         {"input": "pixels", "no_token_positional_embeddings": True},
         {"encoder_learned_pos": True, "pooling": "first"},
+        {"pooling": "gate"},
+        {"pooling": "gate", "final_norm": "after", "norm": "batch"},
         {"attention_normalizer": "layernorm", "encoding": "lrpe-type2"},
         {"attention_normalizer": "content", "encoding": "lrpe-type2"},
         {"attention_normalizer": "none", "encoding": "lrpe-type4"},
@@ -119,6 +122,17 @@ def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them
     with torch.no_grad():
         same(nope(mixed[None]), nope(row[None]))
         assert (base(mixed[None]) - base(row[None])).abs().max() > 1e-3
+
+
+def test_the_gate_weighs_real_tokens_by_a_softmax():
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    real = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0], [1, 0]], dtype=torch.bool)
+    gate = torch.randn(5, 2, dtype=torch.float64)
+    for row in range(2):
+        count = int(real[:, row].sum())
+        weights = gate[:count, row].exp() / gate[:count, row].exp().sum()
+        expected = (weights[:, None] * x[:count, row]).sum(0)
+        torch.testing.assert_close(gated_mean(x, real, gate)[row], expected)
 
 
 def test_the_mean_is_over_real_tokens_and_exact_in_half_precision():

@@ -40,6 +40,8 @@ class ClassificationRun(TrainingRun):
         "lra-image": "data-prep/lra/prepare.py image",
         "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
         "imagenet": "data-prep/imagenet/prepare.py",
+        "cifar10": "data-prep/cifar10/prepare.py",
+        "cifar10-jpeg": "data-prep/cifar10/prepare.py --jpeg",
     }
     curve: ClassVar[str] = "valid_accuracy"
     next_step: ClassVar[str] = "evaluate with: scripts/eval_classifier.sh {best} {data}"

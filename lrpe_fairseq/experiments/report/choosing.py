@@ -13,7 +13,7 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.tables import ANY, Table
-from lrpe_fairseq.experiments.report import evidence, markdown, orders, plots, speed
+from lrpe_fairseq.experiments.report import documents, evidence, markdown, orders, plots, speed
 from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.results import Results, results_of
 from lrpe_fairseq.experiments.report.sheets import Wanted
@@ -176,6 +176,7 @@ def index(results: Results) -> str:
         if (listed := [results.tables[name] for name in names if results.sheets_of(name)])
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
+    values["documents"] = documents.table_of_tables(results)
     path = results.root / "results" / "false-orders.json"
     values["false_orders"] = read_json(path) or None
     return markdown.rendered("results.md.j2", **values)

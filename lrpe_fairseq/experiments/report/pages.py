@@ -5,6 +5,7 @@ A page has a verdict per column, one picture, one table, and what it rests on. T
 """
 
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -17,7 +18,9 @@ import pandas as pd
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
+    curves,
     drift,
+    maps,
     markdown,
     orders,
     pairs,
@@ -33,6 +36,8 @@ from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 FOLDER = "results"
 FEWEST = 4
 """Smallest number of rows of a picture."""
+ORDERED = 0.2
+"""A column orders its rows if at least this share of their pairs has an order."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 """Columns of the frame that name a cell."""
 UPDATES = re.compile(r"\d+(,\d{3})*")
@@ -75,12 +80,15 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     """Return path -> function that draws the picture of every group, or of the wanted ones."""
     results = results_of(root)
     every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
-    return {
+    drawn = {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
         # A picture of two rows says less than the table.
         if has_picture(views)
     }
+    for sheet, _ in every:
+        drawn |= maps.pictures(results, sheet, FOLDER) | curves.pictures(results, sheet, FOLDER)
+    return drawn
 
 
 def _section(results: Results, table: Table) -> dict[str, Any]:
@@ -91,7 +99,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     folders = sorted({name.split("/")[0] for name in runs})
     return {
         "table": table,
-        "groups": [_group(x, views) for x in sheets if (views := results.headlines(x))],
+        "groups": [_group(results, x, views) for x in sheets if (views := results.headlines(x))],
         "runs": len(runs),
         "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
         "machines": markdown.listed(machines),
@@ -99,7 +107,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     }
 
 
-def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
+def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str, Any]:
     """Return what a page shows of a comparable group of runs."""
     return {
         "scale": sheet.scale,
@@ -109,6 +117,8 @@ def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
         "caption": _caption(views),
         "note": _note(sheet, views),
         "grid": grid(sheet.table, views),
+        "maps": maps.names(results, sheet),
+        "curves": curves.names(results, sheet),
     }
 
 
@@ -137,7 +147,7 @@ def _rows(table: Table, view: ColumnView) -> str:
     # Not "the best": seeds do not tell these apart.
     names = _some([view.named(row) for row in view.unbeaten])
     text = f"{_place(view)}, {view.seed_span}: no row is better than {names}."
-    return text + _against_baseline(view, table.baseline) + rank_correlation(view)
+    return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
 def _against_baseline(view: ColumnView, base: str) -> str:
@@ -157,6 +167,23 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
     which = "one" if len(verdicts[orders.UNRESOLVED]) == 1 else "ones"
     return text + (f" {_unresolved(visible, view, which)}" if visible else "")
+
+
+def _ordered(view: ColumnView) -> str:
+    """Say how many pairs of published rows have an order; the baseline is left out.
+
+    A correlation with the paper means little where hardly a pair has one.
+    """
+    rows = [row for row in view.ranked() if row in view.paper and row != view.table.baseline]
+    if not view.column.comparable or len(rows) < FEWEST:
+        return ""
+    pairs_ = list(itertools.combinations(rows, 2))
+    known = sum(view.mark(a, b) in (orders.BETTER, orders.WORSE) for a, b in pairs_)
+    equal = sum(view.mark(a, b) == orders.EQUAL for a, b in pairs_)
+    text = f" Of the {len(pairs_)} pairs of the paper's other rows, {known or 'none'} "
+    text += "has an order" if known in (0, 1) else "have an order"
+    text += f" and {equal} are equal." if equal > 1 else "."
+    return text + (" This column cannot order them." if known < ORDERED * len(pairs_) else "")
 
 
 def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:

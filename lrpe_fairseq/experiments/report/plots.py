@@ -4,6 +4,7 @@ A picture is a function of a path. The bytes depend only on the content and the 
 libraries.
 """
 
+import itertools
 import logging
 import math
 import re
@@ -264,6 +265,40 @@ def points(path: Path, panels: Sequence[Panel]) -> None:
     save(figure, path)
 
 
+@dataclass(frozen=True)
+class Heat:
+    """One panel of a map: ``values[y][x]`` in [0, 1], None where nothing was measured."""
+
+    title: str
+    values: Sequence[Sequence[float | None]]
+
+
+def maps(path: Path, panels: Sequence[Heat], x: Sequence[str], y: Sequence[str]) -> None:
+    """Draw a panel of colored cells per method, with their values; all have the axes x and y.
+
+    The first entries of x and y are their axes' names.
+    """
+    columns = min(4, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = blank(3.0 * columns, 2.9 * rows)
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in every[len(panels) :]:
+        unused.remove()
+    for axes, panel in zip(every, panels, strict=False):
+        values = [[math.nan if v is None else v for v in line] for line in panel.values]
+        axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for row, column in itertools.product(range(len(values)), range(len(values[0]))):
+            value = values[row][column]
+            if not math.isnan(value):
+                ink = "black" if value > 0.5 else "white"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink)
+        axes.set_xticks(range(len(x) - 1), x[1:])
+        axes.set_yticks(range(len(y) - 1), y[1:])
+        axes.set(xlabel=x[0], ylabel=y[0])
+        axes.set_title(panel.title, fontsize=9)
+    save(figure, path)
+
+
 def lines(
     path: Path, panels: Sequence[Panel], mark: float | None = None, most: float = math.inf
 ) -> None:
@@ -351,6 +386,20 @@ def quantiles(path: Path, panels: Sequence[Panel]) -> None:
         axes.margins(x=0.12)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.text(0, 1, " one turn", fontsize=8, va="bottom")
+    save(figure, path)
+
+
+def curves(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw a curve per method over the course of a training. rows: method -> its points."""
+    figure, every = _axes(panels, 5.6 + 1.8 / len(panels), 4.4)
+    shown = _styles_of(panels)
+    handles: dict[str, Any] = {}
+    for axes, panel in zip(every, panels, strict=True):
+        for method, curve in panel.rows.items():
+            handles.setdefault(method, _line(axes, shown[method], curve))
+        _scale(axes, [mean for c in panel.rows.values() for _, mean, *_ in c], panel.kind, "y")
+        axes.xaxis.set_major_formatter("{x:,g}")
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8)
     save(figure, path)
 
 
