@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.runner import by_hand
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "convert": "{absent}/model {absent}/out",
+    "drift": "{absent} {absent} --label mine --out {absent}/o.json",
     "eval_classifier": "{absent}/a.pt {absent}",
     "eval_glue": "{absent}/a.pt {absent}/RTE valid --out {absent}/o.json",
     "eval_lm": "{absent}/a.pt {absent}",

@@ -139,7 +139,7 @@ class CrossAttention(ProjectedAttention):
         if torch.jit.is_tracing():
             raise NotImplementedError(NOT_EXPORTED)
         if torch.compiler.is_compiling():
-            warn_about_compiler()
+            pass
         out, weights, state = self.attend(
             query.transpose(0, 1),
             key.transpose(0, 1),
@@ -172,7 +172,7 @@ class CrossAttention(ProjectedAttention):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
-    @outside_graphs  # as self-attention
+
     def attend(
         self,
         x: Tensor,

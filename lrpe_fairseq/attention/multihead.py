@@ -197,7 +197,7 @@ class MultiheadAttention(ProjectedAttention):
             device than it must have, and for a state of another layer or batch.
         """
         if torch.compiler.is_compiling():
-            warn_about_compiler()
+            pass
         self._check(x, key_padding_mask, state, keep_state, positions, starts)
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
@@ -265,7 +265,7 @@ class MultiheadAttention(ProjectedAttention):
         if explicit and (starts is not None or state.past.packed):
             raise ValueError("documents need positions that are counted in all blocks of a text")
 
-    @outside_graphs  # compiled backward passes of linear attention fail
+
     def _attend(
         self,
         x: Tensor,
@@ -297,7 +297,7 @@ class MultiheadAttention(ProjectedAttention):
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following, history, self.owner)
 
-    @outside_graphs
+
     def _attend_part(
         self,
         x: Tensor,
@@ -467,7 +467,7 @@ class MultiheadAttention(ProjectedAttention):
         hidden = padding.unsqueeze(1)
         return gates.masked_fill(hidden if gates.dim() == 3 else hidden.unsqueeze(-1), 0.0)
 
-    @outside_graphs
+
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
         """Compute attention of x (B, T, C) over [memory, x], (B, T, C). Keys start M earlier."""
         if self.attention_type == "linear" or not self.causal:

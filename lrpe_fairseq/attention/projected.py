@@ -4,7 +4,7 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from numbers import Real
 from typing import Any, ClassVar
@@ -26,6 +26,16 @@ from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import outside_graphs
 
 ATTENTION_TYPES = ("linear", "softmax")
+OTHER_NAMES = {
+    "attention_dropout": "dropout",
+    "attention_heads": "num_heads",
+    "attention_normalizer": "normalizer",
+    "attention_parts": "parts",
+    "attention_window": "window",
+    "encoding_seed": "seed",
+    "kv_heads": "num_kv_heads",
+}
+"""Option of the command line and of a YAML -> the argument of attention that it is."""
 NOT_EXPORTED = (
     "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
     "model in Python"
@@ -65,6 +75,7 @@ class ProjectedAttention(nn.Module):
         **encoding_options: Any,
     ) -> None:
         super().__init__()
+        _check_names(encoding_options)
         if options is not None and encoding_options:
             raise ValueError("give the options of an encoding by keyword or as options, not both")
         options = EncodingOptions(**encoding_options) if options is None else options
@@ -397,6 +408,14 @@ def warn_about_compiler() -> None:
         "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
         "eager execution"
     )
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Refuse an option under its name on the command line. Raises: ChoiceError, with our name."""
+    for name in OTHER_NAMES.keys() & given.keys():
+        raise ChoiceError(
+            f"{name!r} is called {OTHER_NAMES[name]!r} in Python: give it by this name"
+        )
 
 
 def _checked_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:

@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.conditions import outside_graphs
+from lrpe_fairseq.kernels import loader, operators
 from lrpe_fairseq.kernels.encode import encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Transform, Variant, feature_map
 from lrpe_fairseq.kernels.linear import causal, causal_cpu, half
@@ -69,6 +69,8 @@ def encode_one(x: Tensor, transform: Transform, positions: Tensor) -> Tensor | N
 
 def _encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
     """Return the module whose kernel encodes q and k, or None."""
+    if torch.compiler.is_compiling():
+        return operators if encode_cpu.fits(q, k, variant) else None
     triton = _triton_encoder(q, k, variant)
     if triton is not None:
         return triton
@@ -94,6 +96,9 @@ def applied(x: Tensor, power: Tensor, variant: Variant) -> Tensor | None:
 
     variant: without phi. A GPU has no such kernel: there q and k are encoded together.
     """
+    if torch.compiler.is_compiling():
+        fits = encode_cpu.fits(x, x, variant)
+        return encode_cpu.encode(x, None, power, variant, operators.encoded) if fits else None
     if not encode_cpu.serves(x, x, variant):
         return None
     return encode_cpu.encode(x, None, power, variant)
@@ -150,11 +155,12 @@ def linear_kernel(
     return HALF if half.serves(q, v, log_decay) else None
 
 
-@outside_graphs
 def plain_causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``causal.definition``, in C++ if supported. Not traced by torch.compile."""
+    """Compute ``causal.definition``, in C++ if supported; in a compiled graph by one operator."""
+    if torch.compiler.is_compiling():
+        return operators.causal_sums(q, k, v, wanted, log_decay, eps)
     in_cpp = causal_cpu.serves(q, k, v, log_decay)
     log_linear("c++" if in_cpp else "pytorch", q)
     sums = causal_cpu.causal_sums if in_cpp else causal.definition

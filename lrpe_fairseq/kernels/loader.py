@@ -95,6 +95,10 @@ def log_served(what: str, kernel: str, device: str) -> None:
         logger.info("%s runs as %s", what, kernel)
 
 
+# a compiler runs it while it traces: its arguments are strings that the graph does not change
+log_served._dynamo_marked_constant = True
+
+
 def _kernels_of(device: str) -> tuple[dict[str, str], str]:
     names = ("causal", "encode")
     if device != "cpu":

@@ -261,7 +261,10 @@ def _of_ngrams(views: list[tuple[int, ColumnView]]) -> dict[str, list[plots.Poin
 
 def draw_speed(path: Path, results: Results) -> None:
     """Draw validation perplexity over training speed on a GPU, a panel per attention type."""
-    x, y = "training speed on a GPU over Base's (*: before the flash kernel)", "perplexity"
+    x, y = (
+        "training speed on a GPU, relative to no encoding (*: before the flash kernel)",
+        "perplexity",
+    )
     panels = []
     for attention in ("linear", "softmax"):
         view = results.column(CATALOGUE, f"{attention}-valid")

@@ -27,7 +27,7 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots
+from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots, pretrained
 from lrpe_fairseq.experiments.report.pages import verdict
 from lrpe_fairseq.experiments.report.results import results_of
 
@@ -73,7 +73,7 @@ def pages(root: Path) -> dict[str, str]:
             "measured": departures_measured(root),
         },
         "docs/installing.md": {"versions": versions_table(root)},
-        "docs/huggingface.md": {"families": families_table(root)},
+        "docs/huggingface.md": {"families": families_table(root), **pretrained.parts(root)},
     }
     texts = {path: (root / path).read_text(encoding="utf-8") for path in marked}
     for path, parts in marked.items():

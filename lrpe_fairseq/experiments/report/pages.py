@@ -7,6 +7,8 @@ A page has a verdict per column, one picture, one table, and what it rests on. T
 import functools
 import itertools
 import math
+import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
     curves,
+    drift,
     maps,
     markdown,
     orders,
@@ -37,6 +40,8 @@ ORDERED = 0.2
 """A column orders its rows if at least this share of their pairs has an order."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 """Columns of the frame that name a cell."""
+UPDATES = re.compile(r"\d+(,\d{3})*")
+"""Title of a column that is a number of updates."""
 VERDICT = ["verdict", "difference", "low", "high"]
 """Columns of a CSV file on a cell against the baseline, in %, points or BLEU."""
 
@@ -66,6 +71,7 @@ def pages(root: Path) -> dict[str, str]:
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
             pairs=pairs.section(root),
+            drift=drift.PICTURE if drift.measured(root) else "",
             signs=any(table.compare == "rows" for table in tables),
             ngrams=any(view.yardstick for view in views),
         )
@@ -110,7 +116,8 @@ def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str,
         "dataset": sheet.dataset,
         "verdict": verdict(sheet.table, views),
         "picture": picture(sheet) if has_picture(views) else "",
-        "caption": "Ours against the paper" if _against_paper(views) else "Values",
+        "caption": _caption(views),
+        "note": _note(sheet, views),
         "grid": grid(sheet.table, views),
         "maps": maps.names(results, sheet),
         "curves": curves.names(results, sheet),
@@ -391,10 +398,73 @@ def _against_paper(views: Iterable[ColumnView]) -> list[ColumnView]:
     ]
 
 
+def _by_updates(views: Iterable[ColumnView]) -> list[plots.Panel]:
+    """Return curves over the updates of training, a panel per attention; empty for other columns.
+
+    The columns have the numbers of updates as titles, at least two of one attention type.
+    """
+    by_attention: dict[str, list[ColumnView]] = {}
+    for view in views:
+        if not UPDATES.fullmatch(view.column.title):
+            return []
+        by_attention.setdefault(view.column.attention, []).append(view)
+    if max(map(len, by_attention.values()), default=0) < 2:
+        return []
+    return [
+        plots.Panel(
+            f"{attention} attention",
+            "updates of training",
+            _curves(several),
+            plots.axis(several[0]),
+        )
+        for attention, several in by_attention.items()
+    ]
+
+
+def _curves(views: list[ColumnView]) -> dict[str, list[plots.Point]]:
+    """Return the curves of rows and n-grams over the updates, which are the columns' titles."""
+    at = [(float(view.column.title.replace(",", "")), view) for view in views]
+    names = views[0].names
+    curves = {
+        names[row]: [
+            plots.point(x, list(view.cells[row].values())) for x, view in at if row in view.ranked()
+        ]
+        for row in views[0].ranked()
+    }
+    for name, metric in ((plots.NGRAMS, "ppl"), (plots.CACHED, "cache-ppl")):
+        known = [plots.point(x, [view.yardstick[metric]]) for x, view in at if view.yardstick]
+        curves |= {name: known} if known else {}
+    return curves
+
+
+def _caption(views: list[ColumnView]) -> str:
+    """Return what a picture shows, for those who do not see it."""
+    if _by_updates(views):
+        return "Values by updates of training"
+    return "Ours against the paper" if _against_paper(views) else "Values"
+
+
+def _note(sheet: Sheet, views: list[ColumnView]) -> str:
+    """Return the sentences below a picture: what it shows, and what it does not."""
+    if _by_updates(views):
+        return "Every point is a training of its own. Grey: n-grams of as many tokens."
+    if not _against_paper(views):
+        return "Points are means over seeds; lines go from the lowest to the highest seed."
+    said = (
+        f"Each point is a method: the paper's value and ours at scale `{sheet.scale}`. Models, "
+        "data and trainings differ from the paper's, so only orders can be compared."
+    )
+    one_seed = all(view.is_open for view in views if view.ranked())
+    return said + (" Ours have one seed, so these orders may be chance." if one_seed else "")
+
+
 def _draw(path: Path, views: list[ColumnView]) -> None:
     """Draw our numbers over the published ones, or else all rows of every column."""
+    if budgets := _by_updates(views):
+        means = [mean for x in budgets for curve in x.rows.values() for _, mean, *_ in curve]
+        plots.lines(path, budgets, most=plots.LONG * statistics.median(means))
     # Where a paper has numbers, the question is whether ours follow them.
-    if paper := _against_paper(views):
+    elif paper := _against_paper(views):
         plots.points(path, [_panel_against_paper(view) for view in paper])
     else:
         plots.dots(path, [_panel(view) for view in views if len(view.ranked()) >= FEWEST])
