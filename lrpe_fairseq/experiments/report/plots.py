@@ -390,16 +390,21 @@ def quantiles(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def curves(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw a curve per method over the course of a training. rows: method -> its points."""
-    figure, every = _axes(panels, 5.6 + 1.8 / len(panels), 4.4)
+    """Draw a curve per method over the updates of a training. rows: method -> its points.
+
+    Every curve has its name at its end, and all panels have one range.
+    """
+    figure, every = _axes(panels, 6.6, 4.8)
     shown = _styles_of(panels)
-    handles: dict[str, Any] = {}
+    means = [mean for panel in panels for curve in panel.rows.values() for _, mean, *_ in curve]
     for axes, panel in zip(every, panels, strict=True):
         for method, curve in panel.rows.items():
-            handles.setdefault(method, _line(axes, shown[method], curve))
-        _scale(axes, [mean for c in panel.rows.values() for _, mean, *_ in c], panel.kind, "y")
+            _line(axes, shown[method], curve)
+        _logarithmic(axes, "y", means)
+        axes.set_ylim(min(means) / 1.03, 1.05 * max(means))
+        axes.set_xlim(right=max(x for curve in panel.rows.values() for x, *_ in curve))
         axes.xaxis.set_major_formatter("{x:,g}")
-    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8)
+        _names_at_ends(axes, panel.rows, shown)
     save(figure, path)
 
 
