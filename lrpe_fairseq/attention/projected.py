@@ -221,7 +221,7 @@ class ProjectedAttention(nn.Module):
         return x if x.shape[1] == self.num_heads else x.repeat_interleave(self.group, 1)
 
     def _mapped(self, function: Callable[[Tensor], Tensor], x: Tensor, time_first: bool) -> Tensor:
-        """Return the heads (B, H, T, D) of a function of the last axis of :func:`stored` x."""
+        """Apply ``function`` to the last axis of :func:`stored` x; return heads (B, H, T, D)."""
         y = function(x)
         y = y.view(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim)  # also of no token
         return y.permute(1, 2, 0, 3) if time_first else y.transpose(1, 2)

@@ -80,7 +80,7 @@ def kernels_in_use(device: str | None = None) -> dict[str, str]:
 
 
 SERVED: dict[str, list[str]] = {}
-"""What this process has computed -> the kernels that computed it; see :func:`log_served`."""
+"""Kernel names by operation, for the run file; see :func:`log_served`."""
 
 
 def log_served(what: str, kernel: str, device: str) -> None:

@@ -35,7 +35,7 @@ class Patches(nn.Module):
     """Embed patches of p x p pixels by one linear map, in place of an embedding of tokens.
 
     A subclass defines ``cells`` (the numbers of every patch in raster order, (B, T, N)), ``shape``
-    (ids (B, T) of the tokens: padding, or any other id) and ``forward`` (cells -> (B, T, C)).
+    (token ids (B, T); only padding is distinguished) and ``forward`` (cells -> (B, T, C)).
 
     Args:
         width: C. pad: the id of padding.

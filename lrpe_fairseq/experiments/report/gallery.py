@@ -62,7 +62,7 @@ TOKENS, CONTENTS = 24, 32
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of every page with its marked parts rendered anew."""
     marked = {
-        "README.md": {"answer": choosing.answer(root)},
+        "README.md": {"answer": choosing.answer(root), "quickstart": choosing.quickstart(root)},
         "docs/encodings.md": {
             "encodings": encodings_table(),
             "gallery": entries(),

@@ -447,7 +447,7 @@ def _caption(views: list[ColumnView]) -> str:
 def _note(sheet: Sheet, views: list[ColumnView]) -> str:
     """Return the sentences below a picture: what it shows, and what it does not."""
     if _by_updates(views):
-        return "Every point is a training of its own. Grey: n-grams of as many tokens."
+        return "Every point is a training of its own. Grey dashes: n-grams of as many tokens."
     if not _against_paper(views):
         return "Points are means over seeds; lines go from the lowest to the highest seed."
     said = (
