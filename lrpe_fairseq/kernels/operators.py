@@ -10,7 +10,8 @@ where the kernel does not serve its tensors.
 Axes: B batch, H heads, T time, D key width, E value width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,6 +33,16 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
+@contextmanager
+def _with_autograd() -> Iterator[None]:
+    """Record gradients inside an operator, whose implementation torch calls below autograd."""
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        hidden = hidden.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
+        yield
+
+
 def _gradients_of(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Sequence[Tensor | None],
@@ -39,7 +50,7 @@ def _gradients_of(
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """Return the gradients of ``function(*inputs)``, computed once more, for the needed inputs."""
-    with torch.enable_grad():
+    with _with_autograd(), torch.enable_grad():
         leaves = [
             x.detach().requires_grad_() if need else x
             for x, need in zip(inputs, needed, strict=True)
@@ -57,7 +68,7 @@ def _gradients_of(
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`causal.definition` of q, k and v of one dtype, in C++ where it is supported."""
+    """Compute :func:`causal.definition` of q, k and v of one dtype, in C++ if supported."""
     if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
     keeps = _is_recorded(q, k, v, log_decay)
@@ -85,7 +96,9 @@ def _sums(
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, the denominators, and the states that the gradient in C++ reads."""
-    if _sums_in_cpp(q, k, v):
+    in_cpp = _sums_in_cpp(q, k, v)
+    loader.log_served("linear attention", "c++" if in_cpp else "pytorch", q.device.type)
+    if in_cpp:
         rows = (loader.contiguous_rows(x) for x in (q, k, v))
         found = causal_cpu.sums(*rows, log_decay, wanted, eps, keeps)
         return tuple(_or_empty(x, q) for x in found)
@@ -145,7 +158,9 @@ def _sums_backward(
 
 
 @_sums_backward.register_fake
-def _(grad, grad_denominators, q, k, v, log_decay, states, out, denominators, wanted, eps, of_gates):
+def _(
+    grad, grad_denominators, q, k, v, log_decay, states, out, denominators, wanted, eps, of_gates
+):
     gates = q.new_empty(q.shape[:3], dtype=log_decay.dtype) if of_gates else q.new_empty(0)
     return *(torch.empty_like(x) for x in (q, k, v)), gates
 
@@ -267,7 +282,7 @@ def _encoded_backward(
 
 
 @_encoded_backward.register_fake
-def _(grad, x, p, at, shape, strides, of_p, of_at, *flags):
+def _(grad, x, p, at, shape, strides, of_p, of_at, phi, halves, wide, permutes, fourier):
     units = p.new_empty(p.shape) if of_p else grad.new_empty(0)
     turns = at.new_empty(at.shape) if of_at else grad.new_empty(0)
     return grad.new_empty_strided(shape, strides), units, turns
@@ -289,3 +304,115 @@ def _encoded_gradient(ctx, grad):
 
 
 _encoded.register_autograd(_encoded_gradient, setup_context=_keep_encoded)
+
+
+# --- softmax attention of batches that may have padding -------------------------------------------
+
+
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor, causal: bool, scale: float
+) -> Tensor:
+    """Compute softmax(scale q k^T) v on a CPU without the keys of ``padding`` (B, S), (B, H, T, D).
+
+    A graph has a mask of padding for every batch. This operator reads if there is padding, because
+    without a mask torch's fused kernel skips the pairs that causality hides. q, k and v have one
+    width and equally many heads; in causal attention they are the same tokens.
+    """
+    return _padded(q, k, v, padding, causal, scale)[0]
+
+
+_aten = torch.ops.aten
+
+
+@torch.library.custom_op(
+    "lrpe_fairseq::padded_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor padding, bool causal, float scale)"
+    " -> (Tensor, Tensor)",
+)
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the result, and the logarithms of the sums of weights (B, H, T)."""
+    mask, blind, is_causal = _mask_of(q, k, padding, causal)
+    out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    out = out if blind is None else out.masked_fill(blind, 0.0)
+    laid_out, of_sums = _padded_results(q)
+    return laid_out.copy_(out), of_sums.copy_(sums)
+
+
+def _padded_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(batch, length, heads, width).transpose(1, 2)
+    return out, q.new_empty(batch, heads, length, dtype=wide)
+
+
+def _mask_of(
+    q: Tensor, k: Tensor, padding: Tensor, causal: bool
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return the bias of hidden pairs, the queries that see no key, and if torch hides later keys.
+
+    A query that sees no key sees all of them, so that nothing is NaN.
+    """
+    if not padding.any():
+        return None, None, causal
+    visible = ~padding[:, None, None, :]
+    if causal:
+        pairs = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        visible = visible & pairs.tril()
+    blind = ~visible.any(-1, keepdim=True)
+    hidden = ~(visible | blind)
+    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return bias.expand(-1, -1, q.shape[2], -1), blind, False
+
+
+@_padded.register_fake
+def _(q, k, v, padding, causal, scale):
+    return _padded_results(q)
+
+
+@torch.library.custom_op(
+    "lrpe_fairseq::padded_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor padding, Tensor out, Tensor sums, "
+    "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def _padded_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    mask, blind, is_causal = _mask_of(q, k, padding, causal)
+    grad = grad if blind is None else grad.masked_fill(blind, 0.0)
+    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, sums, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return tuple(_padded_results(x)[0].copy_(g) for x, g in zip((q, k, v), found, strict=True))
+
+
+@_padded_backward.register_fake
+def _(grad, q, k, v, padding, out, sums, causal, scale):
+    return tuple(_padded_results(x)[0] for x in (q, k, v))
+
+
+def _keep_padded(ctx, inputs, output):
+    *tensors, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _padded_gradient(ctx, grad, _):
+    found = _padded_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
+    return *found, None, None, None
+
+
+_padded.register_autograd(_padded_gradient, setup_context=_keep_padded)

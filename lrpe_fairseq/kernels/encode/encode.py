@@ -126,12 +126,14 @@ def feature_map(x: Tensor) -> Tensor:
     The sum is in float32: in bfloat16 it would cancel, and 1 + elu(-7) = 0.0009 would be 0.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if torch.compiler.is_compiling():
+        # the gradient of torch's elu has other strides than a compiler is told
+        below = torch.expm1(wide.clamp_max(0.0))
+        return (torch.where(wide > 0, wide, below) + 1.0).to(x.dtype)
     return F.elu(wide).add_(1.0).to(x.dtype)
 
 
-def definition(
-    x: Tensor, p: Tensor | None, power: Tensor | Turns, variant: Variant
-) -> Tensor:
+def definition(x: Tensor, p: Tensor | None, power: Tensor | Turns, variant: Variant) -> Tensor:
     """Compute Lambda P phi(x), (B, H, T, D) or twice as wide, in differentiable operations.
 
     Args:

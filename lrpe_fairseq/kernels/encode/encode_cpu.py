@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
+from lrpe_fairseq.kernels.conditions import called_in_tracing, gradients_of, is_plain
 from lrpe_fairseq.kernels.encode.encode import Transform, Turns, Variant, definition, unit_vector
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -28,12 +28,10 @@ def library() -> ctypes.CDLL | None:
     return loader.load_library(SOURCE)
 
 
+@called_in_tracing
 def has_library() -> bool:
     """True if :func:`library` has the kernel."""
     return library() is not None
-
-
-has_library._dynamo_marked_constant = True  # a compiler calls it and does not trace it
 
 
 def serves(q: Tensor, k: Tensor, variant: Variant) -> bool:

@@ -6,13 +6,14 @@ backward pass. The definition is used if ``causal_cpu.cpp`` does not compile.
 """
 
 import ctypes
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
+from lrpe_fairseq.kernels.conditions import called_in_tracing, gradients_of, is_plain
 from lrpe_fairseq.kernels.linear import causal
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -32,12 +33,10 @@ def library() -> ctypes.CDLL | None:
     return loader.load_library(SOURCE)
 
 
+@called_in_tracing
 def has_library() -> bool:
     """True if :func:`library` has the kernel."""
     return library() is not None
-
-
-has_library._dynamo_marked_constant = True  # a compiler calls it and does not trace it
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
@@ -160,9 +159,17 @@ def _gradients_as_graph(
 
 
 def states_of(q: Tensor, v: Tensor) -> Tensor:
-    """Allocate memory for the state before every segment: D x E for k v^T, then D for k."""
+    """Allocate memory for the state before every segment: D x E for k v^T, then D for k.
+
+    It is flat, because an exported program would not take other lengths if an axis could be 1.
+    """
+    return q.new_empty(math.prod(shape_of_states(q, v)))
+
+
+def shape_of_states(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return the axes (B, H, segments, D E + D) of :func:`states_of`."""
     segments = -(-q.shape[-2] // SEGMENT)
-    return q.new_empty(*q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1))
+    return *q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1)
 
 
 def _run(
@@ -187,6 +194,8 @@ def _run(
         eps=eps,
         log_decay=loader.pointer(rates),
     )
+    if tensors.get("states") is not None:
+        tensors["states"] = tensors["states"].view(shape_of_states(q, v))
     loader.set_views(call, tensors)
     getattr(library(), name)(ctypes.byref(call))
 
