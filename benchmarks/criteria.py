@@ -3,20 +3,21 @@
 configs/lm/wikitext103.yaml trains on generated text with its 267,744 words, once with fairseq's
 ``cross_entropy`` and once with ``lrpe_cross_entropy``. Every measurement is a process of its own,
 with one thread, started by fairseq-hydra-train. The result is results/bench/criteria.json, which
-docs/fairseq.md shows.
+docs/fairseq.md shows; ``--missing`` keeps its rows and adds those that it lacks.
 
 Seconds are those of the processor, so that other work on the machine hardly counts. The peak is
 that of the whole process, Python and torch included. Adam has its moments before the update, as in
 all updates of a training but the first.
 """
 
+import argparse
 import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.updates import measured, prepare_process, write_dictionary, write_rows
-from lrpe_fairseq.experiments.records.files import ROOT, write_json
+from lrpe_fairseq.experiments.records.files import ROOT, read_json, write_json
 from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.experiments.runner import arithmetic
 
@@ -44,7 +45,7 @@ CONTESTS = (
     Contest(STOCK, 2048),
     Contest(OURS, 4096),
     Contest(STOCK, 4096),
-    Contest(OURS, 1024, length=1024),
+    Contest(OURS, 8192, length=8192),
 )
 
 
@@ -52,7 +53,7 @@ def write_text(folder: Path) -> Path:
     """Write the text of one update."""
     data = folder / "data"
     write_dictionary(data / "dict.txt", WORDS)
-    for split, length in (("train", 4096), ("valid", 2)):
+    for split, length in (("train", max(contest.tokens for contest in CONTESTS)), ("valid", 2)):
         write_rows(data / split, 1, length, WORDS)
     return data
 
@@ -83,21 +84,28 @@ def available_memory() -> float:
 
 def main() -> None:
     """Measure all contests that fit into the memory, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("--missing", action="store_true", help="keep the rows of the file")
+    options = parser.parse_args()
     prepare_process()
     stated = environment()
     del stated["kernels"]  # those of this process, which computes nothing
     about = {"config": CONFIG, "words": WORDS, "dtype": "float32", "threads": 1, **stated}
-    rows: list[dict] = []
+    rows: list[dict] = read_json(TARGET)["rows"] if options.missing else []
+    known = [Contest(row["criterion"], row["tokens"], row["length"]) for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         data = write_text(Path(folder))
         for contest in CONTESTS:
+            if contest in known:
+                continue
             needed = expected_peak(contest, rows) + SPARE
             if needed > available_memory():
                 print(
                     f"{contest}: not measured, it needs {needed / arithmetic.GB:.1f} GB", flush=True
                 )
                 continue
-            rows.append({**contest._asdict(), **measured("lm", CONFIG, data, settings_of(contest))})
+            found = measured("lm", CONFIG, data, settings_of(contest))
+            rows.append({**contest._asdict(), **found})
             print(rows[-1], flush=True)
             write_json(TARGET, {**about, "rows": rows}, sort_keys=True)
 

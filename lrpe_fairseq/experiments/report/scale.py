@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lrpe_fairseq.experiments.records.files import read_json
+from lrpe_fairseq.experiments.records.files import CONFIGS, load_config, read_json
 from lrpe_fairseq.experiments.report import markdown
 from lrpe_fairseq.experiments.runner.arithmetic import GB
 
@@ -33,8 +33,7 @@ def criteria_table(root: Path) -> str:
     return markdown.rendered(
         "criteria.md.j2",
         **found,
-        updates=[row for row in rows if row["length"] < row["tokens"]],
-        whole=[row for row in rows if row["length"] == row["tokens"]],
+        batch=load_config(CONFIGS / "lm" / f"{found['config']}.yaml").dataset.max_tokens,
         longest={name: longest_texts(rows, name) for name in names},
         lines={name: line_of(rows, name) for name in names},
         sizes=SIZES,
@@ -44,10 +43,12 @@ def criteria_table(root: Path) -> str:
 
 
 def line_of(rows: Iterable[Mapping[str, Any]], criterion: str) -> tuple[float, float]:
-    """Return a and b of peak = a + b tokens, through the smallest and the largest batch."""
-    own = (row for row in rows if row["criterion"] == criterion and row["length"] < row["tokens"])
-    points = sorted((row["tokens"], row["peak"]) for row in own)
-    (small, least), (large, most) = points[0], points[-1]
+    """Return a and b of peak = a + b tokens, through the two largest batches.
+
+    The peak of smaller ones is not on this line: there Adam's step needs more than the tokens.
+    """
+    own = (row for row in rows if row["criterion"] == criterion)
+    (small, least), (large, most) = sorted((row["tokens"], row["peak"]) for row in own)[-2:]
     slope = (most - least) / (large - small)
     return least - slope * small, slope
 
