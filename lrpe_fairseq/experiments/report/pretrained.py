@@ -130,8 +130,20 @@ def installation(measured: Measured) -> str:
     )
 
 
+def versions(measured: Measured) -> str:
+    """Return the tests that passed and failed with every version of transformers."""
+    rows = [
+        (r["transformers"], r["passed"], r["failed"] + r["errors"], r["skipped"])
+        for r in measured["rows"]
+    ]
+    head = ("transformers", "passed", "failed", "skipped")
+    files = ", ".join(f"`tests/hf/test_{name}.py`" for name in measured["settings"]["tests"])
+    return f"{markdown.table(head, rows, numbers=True)}\n\nTests: {files}."
+
+
 PARTS: Mapping[str, Callable[[Measured], str]] = {
-    part.__name__: part for part in (lengths, recipes, own, generation, harness, installation)
+    part.__name__: part
+    for part in (lengths, recipes, own, generation, harness, installation, versions)
 }
 
 
