@@ -234,7 +234,7 @@ def known_options():
         words = ["x", "--task", task, "--arch", arch, "--optimizer", "adam"]
         options.parse_args_and_arch(parsers[-1], [*words, "--lr-scheduler", "inverse_sqrt"])
     found = {o for parser in parsers for a in parser._actions for o in a.option_strings}
-    programs = [*ROOT.glob("lrpe_fairseq/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    programs = [*ROOT.glob("lrpe_fairseq/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     programs += [*ROOT.glob("data-prep/*/*.py"), *ROOT.glob("scripts/*.sh")]
     texts = [path.read_text(encoding="utf-8") for path in programs]
     texts.append((ROOT / "configs" / "slurm.yaml").read_text(encoding="utf-8"))

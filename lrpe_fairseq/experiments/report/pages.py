@@ -5,6 +5,7 @@ A page has a verdict per column, one picture, one table, and what it rests on. T
 """
 
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -17,6 +18,9 @@ import pandas as pd
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
+    curves,
+    drift,
+    maps,
     markdown,
     orders,
     pairs,
@@ -32,6 +36,8 @@ from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 FOLDER = "results"
 FEWEST = 4
 """Smallest number of rows of a picture."""
+ORDERED = 0.2
+"""A column orders its rows if at least this share of their pairs has an order."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 """Columns of the frame that name a cell."""
 UPDATES = re.compile(r"\d+(,\d{3})*")
@@ -57,12 +63,15 @@ def pages(root: Path) -> dict[str, str]:
             view for t in tables for s in results.sheets_of(t.name) for view in results.headlines(s)
         ]
         main = results.tables.get(name)
+        # The table of the page comes before those that share it.
+        tables.sort(key=lambda table: table.name != name)
         texts[f"{FOLDER}/{name}.md"] = markdown.rendered(
             "table.md.j2",
             title=main.title if main else name.capitalize(),
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
             pairs=pairs.section(root),
+            drift=drift.PICTURE if drift.measured(root) else "",
             signs=any(table.compare == "rows" for table in tables),
             ngrams=any(view.yardstick for view in views),
         )
@@ -73,12 +82,15 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     """Return path -> function that draws the picture of every group, or of the wanted ones."""
     results = results_of(root)
     every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
-    return {
+    drawn = {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
         # A picture of two rows says less than the table.
         if has_picture(views)
     }
+    for sheet, _ in every:
+        drawn |= maps.pictures(results, sheet, FOLDER) | curves.pictures(results, sheet, FOLDER)
+    return drawn
 
 
 def _section(results: Results, table: Table) -> dict[str, Any]:
@@ -89,7 +101,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     folders = sorted({name.split("/")[0] for name in runs})
     return {
         "table": table,
-        "groups": [_group(x, views) for x in sheets if (views := results.headlines(x))],
+        "groups": [_group(results, x, views) for x in sheets if (views := results.headlines(x))],
         "runs": len(runs),
         "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
         "machines": markdown.listed(machines),
@@ -97,7 +109,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     }
 
 
-def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
+def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str, Any]:
     """Return what a page shows of a comparable group of runs."""
     return {
         "scale": sheet.scale,
@@ -107,6 +119,8 @@ def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
         "caption": _caption(views),
         "note": _note(sheet, views),
         "grid": grid(sheet.table, views),
+        "maps": maps.names(results, sheet),
+        "curves": curves.names(results, sheet),
     }
 
 
@@ -135,7 +149,7 @@ def _rows(table: Table, view: ColumnView) -> str:
     # Not "the best": seeds do not tell these apart.
     names = _some([view.named(row) for row in view.unbeaten])
     text = f"{_place(view)}, {view.seed_span}: no row is better than {names}."
-    return text + _against_baseline(view, table.baseline) + rank_correlation(view)
+    return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
 def _against_baseline(view: ColumnView, base: str) -> str:
@@ -155,6 +169,27 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
     which = "one" if len(verdicts[orders.UNRESOLVED]) == 1 else "ones"
     return text + (f" {_unresolved(visible, view, which)}" if visible else "")
+
+
+def _ordered(view: ColumnView) -> str:
+    """Say how many pairs of rows have an order: of the paper's, or of all where few have one.
+
+    A correlation with the paper means little where hardly a pair has an order. The baseline is left
+    out.
+    """
+    rows = [row for row in view.ranked() if row != view.table.baseline]
+    printed = [row for row in rows if row in view.paper and view.column.comparable]
+    of_paper = len(printed) >= FEWEST
+    chosen = printed if of_paper else rows
+    pairs_ = list(itertools.combinations(chosen, 2))
+    known = sum(view.mark(a, b) in (orders.BETTER, orders.WORSE) for a, b in pairs_)
+    few = known < ORDERED * len(pairs_)
+    if len(chosen) < FEWEST or not (of_paper or few):
+        return ""
+    whose = "the paper's other rows" if of_paper else "other rows"
+    verb = "has" if known < 2 else "have"
+    text = f" Of the {len(pairs_)} pairs of {whose}, {known or 'none'} {verb} an order."
+    return text + (" This column cannot order them." if few else "")
 
 
 def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:

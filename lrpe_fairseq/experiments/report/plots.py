@@ -4,6 +4,7 @@ A picture is a function of a path. The bytes depend only on the content and the 
 libraries.
 """
 
+import itertools
 import logging
 import math
 import re
@@ -264,6 +265,40 @@ def points(path: Path, panels: Sequence[Panel]) -> None:
     save(figure, path)
 
 
+@dataclass(frozen=True)
+class Heat:
+    """One panel of a map: ``values[y][x]`` in [0, 1], None where nothing was measured."""
+
+    title: str
+    values: Sequence[Sequence[float | None]]
+
+
+def maps(path: Path, panels: Sequence[Heat], x: Sequence[str], y: Sequence[str]) -> None:
+    """Draw a panel of colored cells per method, with their values; all have the axes x and y.
+
+    The first entries of x and y are their axes' names.
+    """
+    columns = min(4, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = blank(3.0 * columns, 2.9 * rows)
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in every[len(panels) :]:
+        unused.remove()
+    for axes, panel in zip(every, panels, strict=False):
+        values = [[math.nan if v is None else v for v in line] for line in panel.values]
+        axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for row, column in itertools.product(range(len(values)), range(len(values[0]))):
+            value = values[row][column]
+            if not math.isnan(value):
+                ink = "black" if value > 0.5 else "white"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink)
+        axes.set_xticks(range(len(x) - 1), x[1:])
+        axes.set_yticks(range(len(y) - 1), y[1:])
+        axes.set(xlabel=x[0], ylabel=y[0])
+        axes.set_title(panel.title, fontsize=9)
+    save(figure, path)
+
+
 def lines(
     path: Path, panels: Sequence[Panel], mark: float | None = None, most: float = math.inf
 ) -> None:
@@ -331,6 +366,46 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
             pools[-1] += last
     means = [math.fsum(pool) / len(pool) for pool in pools for _ in pool]
     return [round(mean + number * gap, 9) for number, mean in enumerate(means)]
+
+
+def quantiles(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw curves of quantiles of turns, labeled at their ends. rows: name -> its points (x, y).
+
+    Below a hundredth of a turn the axis is linear, so that angles of 0 have a place.
+    """
+    figure, every = _axes(panels, 5.2, 3.8)
+    top = max(y for panel in panels for curve in panel.rows.values() for _, y in curve)
+    for axes, panel in zip(every, panels, strict=True):
+        for place, (name, curve) in enumerate(panel.rows.items()):
+            xs, ys = zip(*curve, strict=True)
+            axes.plot(xs, ys, color=f"C{place}", linewidth=1.3)
+            axes.text(xs[-1], ys[-1], f" {name}", fontsize=8, va="center", color=f"C{place}")
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_ylim(-0.002, 1.5 * top)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.margins(x=0.12)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.text(0, 1, " one turn", fontsize=8, va="bottom")
+    save(figure, path)
+
+
+def curves(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw a curve per method over the updates of a training. rows: method -> its points.
+
+    Every curve has its name at its end, and all panels have one range.
+    """
+    figure, every = _axes(panels, 6.6, 4.8)
+    shown = _styles_of(panels)
+    means = [mean for panel in panels for curve in panel.rows.values() for _, mean, *_ in curve]
+    for axes, panel in zip(every, panels, strict=True):
+        for method, curve in panel.rows.items():
+            _line(axes, shown[method], curve)
+        _logarithmic(axes, "y", means)
+        axes.set_ylim(min(means) / 1.03, 1.05 * max(means))
+        axes.set_xlim(right=max(x for curve in panel.rows.values() for x, *_ in curve))
+        axes.xaxis.set_major_formatter("{x:,g}")
+        _names_at_ends(axes, panel.rows, shown)
+    save(figure, path)
 
 
 def point(x: float, values: Sequence[float]) -> Point:
