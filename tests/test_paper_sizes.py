@@ -35,3 +35,10 @@ def test_every_configuration_of_the_papers_tables_of_text_is_among_them():
         for run in runs(load_named(name).at("paper"), "paper", [1])
     }
     assert used == {(paper.folder, paper.name) for paper in PAPERS.values()}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_no_paper_configuration_stores_the_logits(name):
+    options = paper_configs.options_of(PAPERS[name])
+    of_words = options["task._name"] != "sentence_prediction"
+    assert options["criterion._name"].startswith("lrpe_") == of_words

@@ -7,6 +7,7 @@ import torch
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.softmax.fused import softmax_attention_naive
 from lrpe_fairseq.kernels import operators
 from lrpe_fairseq.kernels.encode import encode, encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Turns, Variant
@@ -240,3 +241,33 @@ def test_fake_forms_and_gradients_are_those_of_the_operator_of_encodings(name):
     at = power if variant.permutes else torch.stack(power, -1).detach().requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operators._encoded, (x, p, at, *variant), test_utils=checks)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("hidden", [0, 5, 12])
+def test_the_operator_of_padded_attention_is_its_definition(causal, hidden):
+    """Without padding, with some, and with a text of padding only."""
+    torch.manual_seed(0)
+    rows = [torch.randn(2, 3, 12, 8, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[1, 12 - hidden :] = True
+    visible = ~padding[:, None, None]
+    if causal:
+        visible = visible & torch.ones(12, 12, dtype=torch.bool).tril()
+    weights = torch.linspace(-1, 1, 2 * 3 * 12 * 8, dtype=torch.float64).view(2, 3, 12, 8)
+    results = []
+    for out in (
+        operators.padded_attention(*rows, padding, causal, 0.3),
+        softmax_attention_naive(*rows, scale=0.3, visible=visible),
+    ):
+        results.append([out, *torch.autograd.grad(out, rows, weights)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_fake_forms_and_gradients_are_those_of_the_operator_of_padded_attention():
+    rows = [torch.randn(2, 3, 12, 8).requires_grad_() for _ in range(3)]
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[1, 9:] = True
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operators._padded, (*rows, padding, True, 0.3), test_utils=checks)
