@@ -17,7 +17,9 @@ half = compiled.torch.float16
 names = {f: [case for case, _ in x.cases(half)] for f, x in compiled.FAMILIES.items()}
 committed = json.loads(compiled.FIGURES.read_text())
 many = [row for row in committed["rows"] if row["spilled_bytes"] > compiled.may_spill(row)]
-again = compiled.figures("flash", 90, "bfloat16", "plain, 64/64")
+one = {"flash": "plain, 64/64", "stick": "plain, 64/64", "encode": "phi alone"}
+one["linear"] = "numerator, 64/64"
+again = [r for f in compiled.FAMILIES for r in compiled.figures(f, 90, "bfloat16", one[f])]
 print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAPABILITIES,
     compiled.SHARED, compiled.TYPES, many, committed]))
 """
@@ -38,7 +40,8 @@ def test_the_figures_are_those_of_the_present_kernels(compiled):
     hashes, _, again, version, *_, committed = compiled
     for name, made_from in committed["sources"].items():
         assert made_from == hashes[name.split()[0]], name
-    assert len(again) == 3
+    # one case of every family compiles with the Triton that is installed
+    assert {row["family"] for row in again} == {row["family"] for row in committed["rows"]}
     if committed["triton"] == version:
         assert all(row in committed["rows"] for row in again)
 

@@ -62,10 +62,13 @@ def key_projection(width: int, generator: torch.Generator, bias: bool) -> Linear
 def log_sigmoid(x: Tensor) -> Tensor:
     """Return log sigmoid(x).
 
-    While a compiler traces it is -softplus(-x), because the gradient of torch's own function has
-    other strides than the compiler is told.
+    While a compiler traces it is -log(1 + exp(-x)), because the gradient of torch's own function
+    has other strides than the compiler is told.
     """
-    return -F.softplus(-x) if torch.compiler.is_compiling() else F.logsigmoid(x)
+    if not torch.compiler.is_compiling():
+        return F.logsigmoid(x)
+    lowest = -36.0  # below, log sigmoid(x) is x in float64
+    return torch.where(x < lowest, x, -torch.log1p(torch.exp(-x.clamp_min(lowest))))
 
 
 def as_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

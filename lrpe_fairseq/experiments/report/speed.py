@@ -39,6 +39,7 @@ def pages(root: Path) -> dict[str, str]:
         printed={cell["method"].lower(): cell["printed"] for cell in cells},
         against_table9=against_table9(root),
         steps=measured("steps", "cuda", root),
+        compiled_steps=_compiled_names(root),
         forms=measured("attention", "cuda", root),
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
     )
@@ -68,6 +69,11 @@ def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
     rows = measured(part, device, root)
     values = (row.get(key) for row in rows if all(row.get(k) == v for k, v in where.items()))
     return next(values, None)
+
+
+def _compiled_names(root: Path) -> list[str]:
+    """Return the encodings whose compiled steps were timed on a CPU, in order."""
+    return list(dict.fromkeys(row["encoding"] for row in measured("compiled-steps", "cpu", root)))
 
 
 def csv_of(root: Path, part: str) -> str:
