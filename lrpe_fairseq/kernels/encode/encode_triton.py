@@ -135,15 +135,18 @@ class _Encoded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_q, grad_k):
-        by_definition = partial(_defined_gradients, ctx, (grad_q, grad_k))
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        by_definition = partial(_defined_gradients, ctx, saved, (grad_q, grad_k))
         if torch.is_grad_enabled():
             return *by_definition(), None, None
-        by_kernels = partial(_Encoded._gradients, ctx, grad_q, grad_k)
+        by_kernels = partial(_Encoded._gradients, ctx, saved, grad_q, grad_k)
         return *proof.backward(ctx.key, by_kernels, by_definition), None, None
 
     @staticmethod
-    def _gradients(ctx, grad_q: Tensor, grad_k: Tensor) -> list[Tensor | None]:
-        q, k, v, theta, column, *positions = ctx.saved_tensors
+    def _gradients(
+        ctx, saved: tuple[Tensor | None, ...], grad_q: Tensor, grad_k: Tensor
+    ) -> list[Tensor | None]:
+        q, k, v, theta, column, *positions = saved
         grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
         of_rows = [result_like(grads[0], width, time=time) for _, _, time, width in ctx.shapes]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
@@ -167,9 +170,11 @@ class _Encoded(torch.autograd.Function):
         return [*of_rows, of_v, of_theta, of_column, *of_phases]
 
 
-def _defined_gradients(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+def _defined_gradients(
+    ctx, saved: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]
+) -> list[Tensor | None]:
     """Return the gradients of the definition, under create_graph with their graph."""
-    q, k, *parameters = ctx.saved_tensors
+    q, k, *parameters = saved
     if q is None:  # the map is linear in q and k, so any of them have the same gradient
         q, k = (grads[0].new_zeros(shape).requires_grad_() for shape in ctx.shapes)
 

@@ -123,15 +123,18 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, grad_denominator):
-        by_definition = partial(_defined_gradients, ctx, grad, grad_denominator)
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        by_definition = partial(_defined_gradients, ctx, saved[:4], grad, grad_denominator)
         if torch.is_grad_enabled():
             return by_definition()
-        by_kernels = partial(_Sums._gradients, ctx, grad, grad_denominator)
+        by_kernels = partial(_Sums._gradients, ctx, saved, grad, grad_denominator)
         return proof.backward(ctx.key, by_kernels, by_definition)
 
     @staticmethod
-    def _gradients(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, states, keys, decay, out, denominator = ctx.saved_tensors
+    def _gradients(
+        ctx, saved: tuple[Tensor | None, ...], grad: Tensor, grad_denominator: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, log_decay, states, keys, decay, out, denominator = saved
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         grad = grad.contiguous().flatten(0, 1).float()
         g = None
@@ -160,7 +163,9 @@ def _decay_of(log_decay: Tensor | None, shape: _Shape) -> Tensor | None:
     return gates.unflatten(-1, (shape.chunks, CHUNK)).cumsum(-1).contiguous()
 
 
-def _defined_gradients(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, ...]:
+def _defined_gradients(
+    ctx, inputs: tuple[Tensor | None, ...], grad: Tensor, grad_denominator: Tensor
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of the definition, under create_graph with their graph."""
     wanted, eps = ctx.settings
 
@@ -169,8 +174,7 @@ def _defined_gradients(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Ten
         return causal.present(*causal.definition(*rows, wanted, log_decay, eps))
 
     grads = (grad, grad_denominator) if wanted == "sums" else (grad,)
-    inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
-    return *gradients_of(definition, inputs, needed, grads), None, None
+    return *gradients_of(definition, inputs, ctx.needs_input_grad[:4], grads), None, None
 
 
 def _through_quotient(

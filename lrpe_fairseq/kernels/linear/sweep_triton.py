@@ -211,24 +211,24 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx, grad, grad_denominator):
         if grad is None and grad_denominator is None:
             return (None,) * 6
-        q, _, v, log_decay, *kept = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        q, k, v, log_decay, *kept = saved
         wanted, eps = ctx.settings
         if grad is None:
             grad = v.new_zeros((), dtype=torch.float32).expand(*q.shape[:3], v.shape[3])
         if wanted == "sums" and grad_denominator is None:
             grad_denominator = grad.new_zeros(q.shape[:3])
+        by_definition = partial(_defined_gradients, ctx, saved[:4], grad, grad_denominator)
         if torch.is_grad_enabled():
-            return *_defined_gradients(ctx, grad, grad_denominator), None, None
+            return *by_definition(), None, None
 
         def by_kernels() -> list[Tensor | None]:
             call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
-            rows = ctx.saved_tensors[:3]
-            *grads, of_gates = _gradients(call, *rows, straight(grad), grad_denominator, *kept)
+            *grads, of_gates = _gradients(call, q, k, v, straight(grad), grad_denominator, *kept)
             if of_gates is not None:
                 of_gates = of_gates.unflatten(0, q.shape[:2]).to(log_decay.dtype)
             return [*grads, of_gates]
 
-        by_definition = partial(_defined_gradients, ctx, grad, grad_denominator)
         return *proof.backward(ctx.key, by_kernels, by_definition), None, None
 
 
@@ -241,7 +241,9 @@ def _sums_of_logarithms(call: _Call, gates: Tensor) -> Tensor:
     return logs
 
 
-def _defined_gradients(ctx, grad: Tensor, grad_denominator: Tensor | None) -> list[Tensor | None]:
+def _defined_gradients(
+    ctx, inputs: tuple[Tensor | None, ...], grad: Tensor, grad_denominator: Tensor | None
+) -> list[Tensor | None]:
     """Return the gradients of the definition, under create_graph with their graph."""
     wanted, eps = ctx.settings
 
@@ -251,7 +253,7 @@ def _defined_gradients(ctx, grad: Tensor, grad_denominator: Tensor | None) -> li
         return tuple(narrow(x, grad.dtype) for x in sums)
 
     grads = causal.present(grad, grad_denominator)
-    return gradients_of(definition, ctx.saved_tensors[:4], ctx.needs_input_grad[:4], grads)
+    return gradients_of(definition, inputs, ctx.needs_input_grad[:4], grads)
 
 
 def _gradients(
