@@ -93,8 +93,8 @@ def settle(name: str, passed: bool, seconds: float) -> bool:
     return passed
 
 
-def has_failed(name: str) -> bool:
-    """True if another rank has failed; looks once every POLL seconds."""
+def failures() -> set[str]:
+    """Return the proofs that have failed on other ranks; looks once every POLL seconds."""
     if time.monotonic() > _board.next_look:
         with _lock:
             try:
@@ -103,4 +103,4 @@ def has_failed(name: str) -> bool:
             except Exception as error:  # as above
                 logger.info("ranks do not agree on kernels: %s", error)
             _board.next_look = time.monotonic() + POLL
-    return name in _board.failures
+    return _board.failures

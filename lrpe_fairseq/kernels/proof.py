@@ -99,7 +99,7 @@ def run(key: Key, example: Callable[[], Example], kernels: Callable[[], R]) -> R
     known = _known.get(key)
     if known is None:
         known = _prove(key, example)
-    elif known and agreement.has_failed(key.name):
+    elif known and _failed_elsewhere(key):
         known = _give_up(key, "it failed on another rank")
     if not known:
         _record(key)
@@ -141,6 +141,11 @@ def backward(key: Key | None, kernels: Callable[[], R], definition: Callable[[],
                 f"did their definition ({str(second).splitlines()[0]}): set {loader.VARIABLE}=0, "
                 "which switches the kernels off, and start again from the last checkpoint"
             ) from error
+
+
+def _failed_elsewhere(key: Key) -> bool:
+    failures = agreement.failures()
+    return bool(failures) and key.name in failures  # the name takes a while
 
 
 def proved() -> dict[Key, bool]:
