@@ -14,9 +14,10 @@ import torch
 from lrpe_fairseq.experiments.commands import doctor
 from lrpe_fairseq.experiments.runner import kernel_checks
 from lrpe_fairseq.experiments.runner.kernel_checks import Finding
-from lrpe_fairseq.kernels import loader
+from lrpe_fairseq.kernels import loader, proof
 
 ROOT = Path(__file__).resolve().parents[1]
+PROVE = proof._prove  # tests/conftest.py replaces it
 
 
 def test_a_sound_environment_passes_every_check(capsys, monkeypatch):
@@ -122,10 +123,11 @@ def test_a_check_that_hangs_or_crashes_ends_alone(check, said, monkeypatch):
     assert kernel_checks._in_a_process(context, "broken", 2 if check is hangs else 60) == said
 
 
-def test_a_check_in_the_interpreter_says_what_served_and_how_far_it_is_off():
+def test_a_check_in_the_interpreter_says_what_served_and_how_far_it_is_off(monkeypatch):
     triton_probe = pytest.importorskip("tests.triton_probe", reason="the kernels need triton")
     if torch.cuda.is_available() or triton_probe.why_not():
         pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(proof, "_prove", PROVE)
     context = multiprocessing.get_context("fork")
     found = kernel_checks._in_a_process(context, "encode lrpe-type3", 200)
     assert found.passed, found

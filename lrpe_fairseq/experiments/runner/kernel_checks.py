@@ -288,6 +288,7 @@ class Finding:
 def find(name: str) -> Finding:
     """Compute one check in this process."""
     on_gpu = torch.cuda.is_available()
+    loader.SERVED.clear()
     if not on_gpu:
         loader.interpret()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float16)
