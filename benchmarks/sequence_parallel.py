@@ -1,12 +1,18 @@
-"""Time and bytes of a text over two processes: ``python -m benchmarks.sequence_parallel``.
+"""Bytes and time of a text over several processes: ``python -m benchmarks.sequence_parallel``.
 
-Forward and backward pass of one layer, for one process with the whole text and for N that share it.
-Rounds of both alternate in the same processes, and the ratio is that of the shortest rounds: other
-work on the machine slows both.
+The bytes that a process sends are counted (:func:`lrpe_fairseq.attention.parallel.bytes_sent`). The
+times are of a forward and a backward pass of one layer, for one process with the whole text and for
+two that share it, with one thread each. Rounds of both alternate in the same processes, and ratios
+are medians over rounds. The result is results/bench/sequence-parallel.json, which docs/fairseq.md
+shows.
+
+``time`` is the time between barriers, on which other work on the machine counts;
+``processor_time`` is that of the slower process, without waiting.
 """
 
 import argparse
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,17 +23,29 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
+from benchmarks.timing import Timing
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parallel import bytes_sent, sequence_parallel
+from lrpe_fairseq.experiments.records.files import ROOT, read_json, write_json
+from lrpe_fairseq.experiments.records.machine import environment
 
+TARGET = ROOT / "results" / "bench" / "sequence-parallel.json"
 WIDTH, HEADS = 512, 8
 ENCODINGS = ("none", "lrpe-type2", "lrpe-type8", "alibi", "fox", "path", "selective:rope")
 TIMED = (("linear", "lrpe-type2"), ("linear", "fox"), ("linear", "path"), ("softmax", "rope"))
 COUNTED = 1024
-"""Tokens of the text whose bytes are printed."""
-LENGTHS = (8192, 32768)
+"""Tokens of the text whose bytes are counted."""
+SIZES = (2, 4)
+"""Numbers of processes for which bytes are counted."""
+RANKS = 2
+"""Processes that are timed."""
+ROUNDS = {8192: 5, 32768: 3}
+"""Tokens of a text -> rounds."""
 LONGEST_SOFTMAX = 8192
-ROUNDS = 3
+
+
+KEYS = ("time", "processor_time")
+"""The seconds of a round: between barriers, and the most processor time of a process."""
 
 
 def layer_of(attention_type: str, name: str) -> MultiheadAttention:
@@ -37,27 +55,33 @@ def layer_of(attention_type: str, name: str) -> MultiheadAttention:
     return MultiheadAttention(WIDTH, HEADS, normalizer="layernorm", **options)
 
 
-def print_bytes(length: int, ranks: int) -> None:
-    """Print the bytes that a rank sends for a layer and a token of the whole text, float32."""
-    print(f"bytes per layer and token, T = {length:,}, {ranks} processes, width {WIDTH}")
-    for name in ENCODINGS:
-        sent = (bytes_sent(layer_of(kind, name), length, ranks) for kind in ("linear", "softmax"))
-        linear, softmax = (n / length for n in sent)
-        print(f"{name:16} linear {linear:10.1f}  softmax {softmax:10.1f}")
+def count_bytes() -> list[dict]:
+    """Return the bytes that a process sends for a layer and a token of the whole text, float32."""
+    rows = []
+    for name, kind, ranks in itertools.product(ENCODINGS, ("linear", "softmax"), SIZES):
+        sent = bytes_sent(layer_of(kind, name), COUNTED, ranks) / COUNTED
+        rows.append({"encoding": name, "attention": kind, "processes": ranks, "bytes": sent})
+        print(f"{name:16}{kind:8} {ranks} processes: {sent:8.1f} bytes per token", flush=True)
+    return rows
 
 
-def shortest(step: Callable[[], None], alone: bool, rank: int) -> float:
-    """Return the seconds of one round; ``alone``: the other ranks wait."""
+def one_round(step: Callable[[], None], alone: bool, rank: int) -> tuple[float, float]:
+    """Return the seconds of a round, as ``KEYS``; ``alone``: the other processes wait."""
     dist.barrier()
     begun = time.perf_counter()
+    worked = time.process_time()
     if not alone or rank == 0:
         step()
+    worked = time.process_time() - worked
     dist.barrier()
-    return time.perf_counter() - begun
+    most = torch.tensor(worked, dtype=torch.float64)
+    ended = time.perf_counter()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return ended - begun, most.item()
 
 
-def ratio(kind: str, name: str, length: int, rank: int) -> float:
-    """Return the time of all processes together, divided by that of one alone."""
+def compare(kind: str, name: str, length: int, rank: int) -> dict:
+    """Return the row of an encoding: times of all processes together relative to one alone."""
     layer = layer_of(kind, name)
     x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -68,41 +92,63 @@ def ratio(kind: str, name: str, length: int, rank: int) -> float:
         with sequence_parallel(length=length) as sequence:
             layer.attend(sequence.part(x))[0].sum().backward()
 
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for alone in (True, False):
-        shortest(whole if alone else shared, alone, rank)  # the first calls compile and allocate
-    for _ in range(ROUNDS):
-        for alone in (True, False):
-            times[alone].append(shortest(whole if alone else shared, alone, rank))
-    return min(times[False]) / min(times[True])
+    steps = {True: whole, False: shared}
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for number in range(1 + ROUNDS[length]):
+        for alone, step in steps.items():
+            seconds = one_round(step, alone, rank)
+            if number:  # the first calls compile and allocate
+                found[alone].append(seconds)
+    row = {"attention": kind, "encoding": name, "length": length, "rounds": ROUNDS[length]}
+    for place, key in enumerate(KEYS):
+        one = Timing(tuple(seconds[place] for seconds in found[True]))
+        together = Timing(tuple(seconds[place] for seconds in found[False]))
+        row |= {f"{key}_of_one": one.median, key: together.ratio(one)}
+        row[f"{key}_quartiles"] = together.quartiles(one)
+    return row
 
 
 def _process(rank: int, ranks: int, folder: str) -> None:
-    """Measure in one of the processes; the first one prints."""
+    """Measure in one of the processes; the first one writes."""
     torch.set_num_threads(1)
     where = f"file://{folder}/group"
     options = {"world_size": ranks, "timeout": timedelta(minutes=30)}
     dist.init_process_group("gloo", init_method=where, rank=rank, **options)
-    for length, (kind, name) in itertools.product(LENGTHS, TIMED):
+    rows = []
+    for length, (kind, name) in itertools.product(ROUNDS, TIMED):
         if kind == "softmax" and length > LONGEST_SOFTMAX:
             continue
-        found = ratio(kind, name, length, rank)
+        rows.append(compare(kind, name, length, rank))
         if rank == 0:
-            print(f"T = {length:6,}  {kind:8}{name:12} {found:.2f} of the time of one", flush=True)
+            print(rows[-1], flush=True)
+    if rank == 0:
+        write_json(Path(folder) / "times.json", {"rows": rows})
     dist.destroy_process_group()
 
 
+def measure_times() -> list[dict]:
+    """Return the rows of :func:`compare` for every length and encoding."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_process, (RANKS, folder), nprocs=RANKS)
+        return read_json(Path(folder) / "times.json")["rows"]
+
+
 def main() -> None:
-    """Print the bytes of every encoding, then the times."""
+    """Count the bytes of every encoding, measure the times, and write both."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--no-times", action="store_true")
+    parser.add_argument("--no-times", action="store_true", help="keep the times of the file")
     options = parser.parse_args()
-    print_bytes(COUNTED, options.ranks)
+    layer = {"width": WIDTH, "heads": HEADS, "dtype": "float32", "normalizer": "layernorm"}
+    found = {**read_json(TARGET), **layer}
+    found["bytes"] = {"length": COUNTED, "rows": count_bytes()}
     if not options.no_times:
-        with tempfile.TemporaryDirectory() as folder:
-            given = (options.ranks, str(Path(folder)))
-            multiprocessing.spawn(_process, given, nprocs=options.ranks)
+        stated = environment()
+        del stated["kernels"]  # those of this process, which computes no layer
+        before = os.getloadavg()[0]
+        rows = measure_times()
+        load = {"load_before": before, "load_after": os.getloadavg()[0]}
+        found["times"] = {"processes": RANKS, "threads": 1, **stated, **load, "rows": rows}
+    write_json(TARGET, found, sort_keys=True)
 
 
 if __name__ == "__main__":

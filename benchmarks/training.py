@@ -59,6 +59,8 @@ STACKS = {
     "Type2 and RoPE": ("lrpe-type2,lrpe-type2,lrpe-type2,rope", MIXED, "content"),
 }
 """Rows of the table hybrid-lm, the baseline first: label -> (encodings, attention, normalizer)."""
+COMPILED = ("rope", "lrpe-type2", "fox")
+"""Encodings whose compiled steps are timed."""
 STACK_LENGTHS = (512, 2048)
 
 
@@ -135,6 +137,28 @@ def measure_stacks(
     return rows
 
 
+def measure_compiled(
+    device: str, tokens: int, rounds: int, dtype: torch.dtype = torch.float32
+) -> list[dict]:
+    """Rows of {attention, encoding, seconds, spread, tokens_per_second, relative_speed, ...}.
+
+    Steps of ``lrpe_lm`` under torch.compile, in one graph, relative to eager execution.
+    """
+    rows = []
+    for attention in ("linear", "softmax"):
+        for name in COMPILED:
+            torch.compiler.reset()
+            eager, compiled = (
+                step("lm", name, attention, device, tokens, dtype, compiled=flag)
+                for flag in (False, True)
+            )
+            timings = contest({"eager": eager, "compiled": compiled}, rounds, warmup=2)
+            chosen = {"attention": attention, "encoding": name}
+            chosen["eager_seconds"] = timings["eager"].median
+            rows.append({**chosen, **speeds(tokens, timings["compiled"], timings["eager"])})
+    return rows
+
+
 def serves(attention: str, name: str) -> bool:
     """True if the encoding serves the attention type."""
     return attention == "softmax" or encoding_class(VARIANTS.get(name, (name,))[0]).serves_linear
@@ -148,15 +172,19 @@ def step(
     tokens: int,
     dtype: torch.dtype = torch.float32,
     normalizer: str = DENOMINATOR,
+    compiled: bool = False,
     **shape: int,
 ) -> Callable[[], None]:
     """Return a training step of ``lrpe_lm`` (6 x 512) or ``lrpe_roberta`` (4 x 768).
 
-    shape: options of the model that differ, and ``length``, tokens of a sequence.
+    compiled: True to run the model under torch.compile. shape: options of the model that differ,
+    and ``length``, tokens of a sequence.
     """
     build = {"lm": build_lm, "roberta": build_roberta}[model]
     trained = build(name, attention_type, normalizer, **shape).to(device, dtype)
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-4, fused=True)
+    if compiled:
+        trained = torch.compile(trained, fullgraph=True)
     length = shape.get("length", LENGTH)
     text = torch.randint(4, VOCABULARY, (max(1, tokens // length), length + 1), device=device)
 

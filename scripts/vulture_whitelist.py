@@ -126,5 +126,8 @@ _.is_quantized
 # the key of a cache: the file is read again after it was modified
 _.modified
 
+# torch._dynamo reads it
+_._dynamo_marked_constant
+
 # the type of an argument, written as text
 _.Find

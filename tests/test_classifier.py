@@ -20,6 +20,7 @@ from lrpe_fairseq.models.classifier import (
     LRPEClassifierConfig,
     LRPEClassifierTinyConfig,
     TokenBatchNorm,
+    gated_mean,
     mean_of_tokens,
 )
 from lrpe_fairseq.models.patches import Pixels
@@ -30,7 +31,7 @@ from tests.trial import configurations
 PAD, FIRST = 1, 4
 CLASSES = 5
 CONFIGURED = CONFIGS / "classification"
-VIT = "vit-imagenet"  # built in test_experiments
+IMAGES = ("vit-imagenet", "cct-cifar10", "cct-cifar10-small")  # built in test_experiments
 BOTH = pytest.mark.parametrize("attention", ["linear", "softmax"])
 
 
@@ -93,6 +94,8 @@ def test_an_example_has_one_output_alone_padded_and_anywhere_in_the_batch(attent
         {"norm": "batch", "final_norm": "after", "pooling": "first"},
         {"input": "pixels", "no_token_positional_embeddings": True},
         {"encoder_learned_pos": True, "pooling": "first"},
+        {"pooling": "gate"},
+        {"pooling": "gate", "final_norm": "after", "norm": "batch"},
         {"attention_normalizer": "layernorm", "encoding": "lrpe-type2"},
         {"attention_normalizer": "content", "encoding": "lrpe-type2"},
         {"attention_normalizer": "none", "encoding": "lrpe-type4"},
@@ -119,6 +122,17 @@ def test_without_positions_the_order_of_the_tokens_does_not_matter_and_with_them
     with torch.no_grad():
         same(nope(mixed[None]), nope(row[None]))
         assert (base(mixed[None]) - base(row[None])).abs().max() > 1e-3
+
+
+def test_the_gate_weighs_real_tokens_by_a_softmax():
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    real = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0], [1, 0]], dtype=torch.bool)
+    gate = torch.randn(5, 2, dtype=torch.float64)
+    for row in range(2):
+        count = int(real[:, row].sum())
+        weights = gate[:count, row].exp() / gate[:count, row].exp().sum()
+        expected = (weights[:, None] * x[:count, row]).sum(0)
+        torch.testing.assert_close(gated_mean(x, real, gate)[row], expected)
 
 
 def test_the_mean_is_over_real_tokens_and_exact_in_half_precision():
@@ -251,7 +265,9 @@ def configured(path):
     return OmegaConf.merge(OmegaConf.structured(kind), model, {"encoder_layers": 1}), task
 
 
-@pytest.mark.parametrize("name", [p.stem for p in configurations(CONFIGURED) if p.stem != VIT])
+@pytest.mark.parametrize(
+    "name", [p.stem for p in configurations(CONFIGURED) if p.stem not in IMAGES]
+)
 def test_every_configuration_builds_its_model_with_the_encodings_of_its_table(name):
     options, task = configured(CONFIGURED / f"{name}.yaml")
     lengths = [task.max_positions()] * 2 if options.input == "pixels" else [4, 2]

@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.runner import by_hand
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
     "convert": "{absent}/model {absent}/out",
+    "drift": "{absent} {absent} --label mine --out {absent}/o.json",
     "eval_classifier": "{absent}/a.pt {absent}",
     "eval_glue": "{absent}/a.pt {absent}/RTE valid --out {absent}/o.json",
     "eval_lm": "{absent}/a.pt {absent}",
@@ -34,6 +35,7 @@ BAD = {  # command -> arguments, with {absent} for a path that does not exist
 BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of another corpus
     "algebraic": "--task copy --dest {other}",
     "books": "pg19 --dest {other}",
+    "cifar10": "--dest {other}",
     "digits": "--dest {other}",
     "gutenberg": "--from {absent} --dest {other}",
     "glue": "RTE --dest {absent} --tokens-of {absent}",
@@ -45,6 +47,7 @@ BAD_DATA = {  # folder of data-prep -> arguments, with {other} for the data of a
     "newstest": "--dest {other}",
     "pathfinder": "--dest {other}",
     "pydoc": "--dest {other}",
+    "retrieval": "--dest {other}",
     "sst2-bytes": "--dest {other}",
     "synthetic": "--task copy --dest {other}",
     "wikibook": "--dest {other}",

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import paper_configs
 from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.families import load_named, runs
 from lrpe_fairseq.experiments.records import fairseq_log
@@ -85,11 +86,48 @@ def test_unknown_devices_and_useless_options_are_refused(capsys):
         assert said in capsys.readouterr().err
 
 
-def test_what_has_no_arithmetic_says_why_and_is_not_summed(capsys):
+def test_without_its_data_a_fine_tuning_says_what_to_prepare_and_is_not_summed(capsys):
     assert run_table.main(["table3", *PAPER[1:], "--seeds", "1", "--columns", "CoLA"]) == 0
     said = capsys.readouterr().out
-    assert "the words of CoLA are not known: prepare the data first" in said
-    assert "0 trainings" in said
+    script = "data-prep/glue/prepare.py CoLA --tokens-of data/wikitext-103-gpt2"
+    assert f"not known before the data are prepared: .venv/bin/python {script} --dest" in said
+    assert re.search(
+        r"^0 trainings, .*; [1-9]\d* other trainings are not known$", said, re.MULTILINE
+    )
+
+
+def test_translation_of_the_paper_is_estimated_before_its_data_are_prepared(capsys):
+    given = ["table4", *PAPER[1:], "--seeds", "1", "--rows", "RoPE"]
+    assert run_table.main(given) == 0
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^paper-RoPE-\S+ +1 +0\.\d+ ", said, re.MULTILINE)) == 2
+    assert said.splitlines()[-1].startswith("2 trainings, ")
+    assert "not known" not in said
+
+
+def test_encoder_and_decoder_have_a_matrix_of_words_each():
+    options = paper_configs.options_of(paper_configs.PAPERS["wmt14-en-de"])
+    shape = arithmetic.shape_of(options, 40_000)
+    each = 4 * 512**2 + 2 * 512 * 2048
+    assert shape.parameters == 12 * each + 6 * 4 * 512**2 + 2 * 40_000 * 512
+    shared = arithmetic.shape_of({**options, "model.share_all_embeddings": True}, 40_000)
+    assert shared.parameters == shape.parameters - 40_000 * 512
+
+
+def test_a_classifier_of_pairs_computes_no_words():
+    options = paper_configs.options_of(paper_configs.PAPERS["finetune"])
+    shape = arithmetic.shape_of(options, 50_264)
+    assert shape.predicted == 0
+    weights, attention = 12 * (4 * 768**2 + 2 * 768 * 3072), 12 * 2 * 64 * 768
+    assert arithmetic.operations(options, shape) == 2 * 3 * (weights + attention)
+
+
+def test_the_length_of_prepared_pairs_is_their_mean(tmp_path):
+    assert estimate.mean_length(tmp_path) == 0
+    paper_configs.write_pairs(tmp_path / "bin", words=30, tokens=256)
+    assert estimate.mean_length(tmp_path) == paper_configs.PAIR - 4
+    paper_configs.write_text(tmp_path / "text" / "bin", words=30, tokens=64)
+    assert estimate.mean_length(tmp_path / "text") == 0
 
 
 def test_one_run_stands_for_all_seeds_of_a_cell():

@@ -48,7 +48,7 @@ from tests.trial import a_record, checkpoint, configurations, saved_config, trai
 TABLES = [load_table(path) for path in sorted((ROOT / "configs" / "tables").glob("*.yaml"))]
 CONFIGS_BUILT = sorted(  # test_classifier builds the others
     {path for kind in FAMILIES.values() for path in configurations(CONFIGS / kind.configs)
-     if path.parent.name != "classification" or path.stem == "vit-imagenet"}
+     if path.parent.name != "classification" or path.stem.startswith(("vit-", "cct-"))}
 )  # fmt: skip
 INNER = (
     '2026-01-01 10:00:00 | INFO | train_inner | {{"wps": "{}", "wpb": "2048", "num_updates": "{}"}}'

@@ -22,7 +22,7 @@ from torch import nn
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.errors import ChoiceError, Refusal
 from lrpe_fairseq.image_files import in_eight_bits, read_image, rows_and_columns
-from lrpe_fairseq.models.patches import Images, Pixels
+from lrpe_fairseq.models.patches import Convolved, Images, Pixels
 from lrpe_fairseq.models.resumption import check_resumed, check_unfinished
 from lrpe_fairseq.models.vit import LRPEViT, LRPEViTConfig, LRPEViTTinyConfig
 from lrpe_fairseq.tasks import images
@@ -172,6 +172,52 @@ def test_patches_of_images_are_those_of_a_convolution_in_raster_order():
         embed.cells(torch.randn(1, 3, 8, 16))
 
 
+def test_the_tokenizer_of_a_compact_transformer_is_a_convolution_relu_and_max_pooling():
+    embed = Convolved(7, PAD, patch=3, columns=10, channels=3)
+    image = torch.randn(2, 3, 32, 32)
+    places = nn.functional.relu(nn.functional.conv2d(image, embed.conv.weight))
+    expected = nn.functional.max_pool2d(places, 3).flatten(2).transpose(1, 2)
+    found = embed(embed.cells(image))
+    assert found.shape == (2, 100, 7)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ChoiceError, match="not rows of 10 cells of 3 x 3"):
+        embed.cells(torch.randn(1, 3, 32, 35))
+
+
+def test_a_compact_transformer_has_one_token_per_pooled_cell_and_trains_all_its_weights():
+    options = {
+        "patch_embedding": "convolution",
+        "patch": 3,
+        "pooling": "gate",
+        "final_norm": "before",
+    }
+    model = model_of(**options)
+    assert model.encoder.embed_tokens.grid.tolist() == [10, 10]
+    model(torch.randn(2, 3, 32, 32).double()).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    alone = model(torch.zeros(1, 3, 32, 32).double())
+    assert alone.shape == (1, 5)
+
+
+def test_small_images_of_the_right_size_are_not_resized_or_cropped():
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    found = Crop(32, 32)(Image.fromarray(pixels)).permute(1, 2, 0)
+    expected = (pixels / 255 - np.array(images.MEAN)) / np.array(images.STD)
+    torch.testing.assert_close(found.double(), torch.from_numpy(expected), rtol=0, atol=1e-6)
+    # a larger image of the right size is cropped as all others are
+    large = Image.fromarray(np.kron(pixels, np.ones((2, 2, 1), np.uint8)))
+    assert Crop(64, 64)(large).shape == (3, 64, 64)
+    assert not torch.equal(Crop(64, 64)(large), images.normalized(large))
+
+
+def test_the_augmentation_of_cifar10_needs_small_images_and_torchvision(monkeypatch):
+    with pytest.raises(Refusal, match="at most 32 x 32 pixels"):
+        images.small_augmentation(64, 64)
+    monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
+    with pytest.raises(Refusal, match="needs torchvision"):
+        images.small_augmentation(32, 32)
+
+
 def test_pixels_in_color_are_patches_too():
     embed = Pixels(7, PAD, 2, 3, 0.0, 1.0, channels=3)
     image = torch.randint(4, 260, (1, 4, 6, 3))
@@ -189,6 +235,10 @@ def test_pixels_in_color_are_patches_too():
         ({"patch": 12}, "images of 32 x 32 pixels are not made of patches of 12 x 12"),
         ({"grid_width": 5}, "have 4 rows of 4 patches: leave --grid-width and --grid-height out"),
         ({"channels": 3}, "--channels is an option of --input pixels"),
+        (
+            {"patch_embedding": "convolution", "patch": 4},
+            "not made of patches of 4 x 4 after the convolution, which takes off 2",
+        ),
     ],
 )
 def test_options_that_contradict_the_images_are_refused(options, sentence):

@@ -234,7 +234,7 @@ def known_options():
         words = ["x", "--task", task, "--arch", arch, "--optimizer", "adam"]
         options.parse_args_and_arch(parsers[-1], [*words, "--lr-scheduler", "inverse_sqrt"])
     found = {o for parser in parsers for a in parser._actions for o in a.option_strings}
-    programs = [*ROOT.glob("lrpe_fairseq/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    programs = [*ROOT.glob("lrpe_fairseq/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     programs += [*ROOT.glob("data-prep/*/*.py"), *ROOT.glob("scripts/*.sh")]
     texts = [path.read_text(encoding="utf-8") for path in programs]
     texts.append((ROOT / "configs" / "slurm.yaml").read_text(encoding="utf-8"))
@@ -280,6 +280,23 @@ def test_every_link_between_pages_leads_somewhere(page):
     assert [target for target in sorted(local) if not (page.parent / target).exists()] == []
 
 
+def anchors(page):
+    """The anchors of the headings of a page, as GitHub and the site make them."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = (re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", head) for head in heads)
+    return {re.sub(r"[^\w\- ]", "", word.strip().lower()).replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("results/*.md"))], ids=str)
+def test_every_anchor_of_a_link_is_a_heading(page):
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text):
+        if "://" not in target:
+            found = anchors((page.parent / target).resolve() if target else page)
+            assert anchor in found, f"{target}#{anchor}"
+
+
 def test_the_readme_links_every_page():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     wanted = [page.relative_to(ROOT).as_posix() for page in PAGES if page.name != "README.md"]
@@ -290,7 +307,14 @@ def test_the_readme_links_every_page():
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     languages = {named for _, named, _ in FENCED.findall(page.read_text(encoding="utf-8"))}
-    assert languages <= {"", "python", "math", "bibtex", "yaml"}  # no block escapes the checks
+    assert languages <= {
+        "",
+        "python",
+        "math",
+        "bibtex",
+        "yaml",
+        "text",
+    }  # no block escapes the checks
     found = blocks(page, "python")
     if page.name == "CONTRIBUTING.md":
         assert len(found) == 4  # followed below, and in test_families.py

@@ -8,6 +8,7 @@ import pytest
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.report.published import read_paper
 from lrpe_fairseq.experiments.runner import identity
+from lrpe_fairseq.models.patches import KERNEL
 from lrpe_fairseq.tasks.images import ROUND
 from tests.test_data_prep import load
 
@@ -127,3 +128,24 @@ def test_the_settings_of_the_long_range_arena_are_the_printed_ones(task):
     assert known["lr_scheduler.warmup_updates"] == round(known["optimization.max_update"] / 10)
     assert known["model.encoder_embed_dim"] % (2 * known["model.encoder_attention_heads"]) == 0
     assert known["model.encoder_ffn_embed_dim"] == 2 * known["model.encoder_embed_dim"]
+
+
+def test_the_compact_transformer_is_that_of_the_algebraic_paper():
+    cells = read_paper(ROOT / "results" / "paper" / "ape-table3.csv")
+    theirs = {cell["setting"]: cell["printed"] for cell in cells if cell["column"] == "Image"}
+    path = CONFIGS / "classification" / "cct-cifar10.yaml"
+    known = identity.options(identity.resolved(load_config(path)))
+    assert theirs == {
+        "Convolution Size": f"({KERNEL},{KERNEL})",
+        "Convolution Stride": "1",
+        "Embedding Size": str(known["model.encoder_embed_dim"]),
+        "Feedforward Size (enc)": str(known["model.encoder_ffn_embed_dim"]),
+        "Feedforward Size (dec)": NOT_PRINTED,
+        "Feedforward Activation": str(known["model.activation_fn"]).upper(),
+        "# Layers (enc, dec)": f"({known['model.encoder_layers']}, 0)",
+        "# Heads": str(known["model.encoder_attention_heads"]),
+        "Norm": f"{str(known['model.norm']).capitalize()}Norm",
+        "Norm Position": "Pre",  # all classifiers have it
+    }
+    assert known["model.patch_embedding"] == "convolution"
+    assert known["optimization.max_update"] == 300 * math.ceil(45_000 / known["dataset.batch_size"])

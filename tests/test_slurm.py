@@ -166,15 +166,20 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     assert "2 done" in run_table(disturbed, "--status")
 
 
+def halved(folder):
+    """Let an update of the table be two batches, one for each of two processes."""
+    path = folder / "configs" / "lm" / "tiny.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["dataset"]["max_tokens"], config["optimization"]["update_freq"] = 64, [2]
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+
+
 def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(
     cluster, corpus, tmp_path
 ):
     folders = [repository(tmp_path / name, corpus) for name in ("one process", "two nodes")]
     for folder in folders:
-        path = folder / "configs" / "lm" / "tiny.yaml"
-        config = yaml.safe_load(path.read_text())
-        config["dataset"]["max_tokens"], config["optimization"]["update_freq"] = 64, [2]
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        halved(folder)
     alone, shared = folders
     one = ("--rows", "Base", "--attention", "linear")
     run_table(alone, *one)
@@ -194,6 +199,25 @@ def test_two_nodes_share_a_training_and_save_together_when_they_are_preempted(
     assert ours["config"]["optimization.update_freq"] == [1]
     ppl = (run["metrics"]["valid"]["blocks"]["ppl"] for run in (ours, theirs))
     assert next(ppl) == pytest.approx(next(ppl), rel=1e-3)
+
+
+def test_two_nodes_train_a_table_in_bfloat16(cluster, corpus, tmp_path):
+    folder = repository(tmp_path / "bf16", corpus)
+    halved(folder)
+    given = ("--rows", "Base", "--attention", "linear", "--precision", "bf16")
+    both = ("--slurm", "--partition", "both", "--nodes", "2")
+    said = run_table(folder, *given, *both, **cluster.environment)
+    job, name = said.split("job array ")[1].split(":")[0], "tiny-bf16-Base-linear-seed1"
+    wait_until(lambda: cluster.is_done(job), PATIENCE)
+
+    assert "distributed init (rank 1)" in log_of(folder, name)
+    (run,) = read_runs(folder / "results" / "runs").values()
+    assert run["scale"] == "tiny-bf16"
+    assert run["config"]["distributed_training.distributed_world_size"] == 2
+    assert run["config"]["optimization.update_freq"] == [1]
+    assert run["config"]["common.bf16"] is True
+    assert run["metrics"]["valid"]["blocks"]["ppl"] < run["curve"][0]["valid_ppl"]
+    assert "1 done" in run_table(folder, *given, "--status")
 
 
 RANKS = """

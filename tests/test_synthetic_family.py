@@ -1,5 +1,6 @@
 """The family of the synthetic suite: its runs, its counts, and the choice of the learning rate."""
 
+import ast
 import json
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 
 from lrpe_fairseq.experiments.data.synthetic import MULTIPLES, TASKS
 from lrpe_fairseq.experiments.families import load_named, runs
-from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy
+from lrpe_fairseq.experiments.families.synthetic import SyntheticRun, read_accuracy, scaling_of
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import ROOT, write_json
 from lrpe_fairseq.experiments.records.keys import RATE
@@ -54,6 +55,39 @@ def test_every_sample_and_answer_is_counted_or_the_run_fails(tmp_path):
             read(**short)
     with pytest.raises(ValueError, match="printed no numbers for test1"):
         read("test1")
+
+
+def test_rotations_are_scaled_for_an_evaluation_only_by_the_training_length(tmp_path):
+    table = load_named("long-context")
+    [run] = runs(replace(table, rows=[table.row("RoPE")]), "small", [1])[:1]
+    counts = {"samples": 4, "answers": 8}
+    splits = {"valid": counts, "test4-depth0": counts}
+    write_json(tmp_path / "data" / "manifest.json", {"length": 64, "splits": splits})
+    pairs = [("valid", "whole"), ("test4-depth0", "whole"), ("test4-depth0", "whole+yarn-4")]
+    run = replace(run, data=tmp_path / "data", folder=tmp_path, evaluations=tuple(pairs))
+    commands = {}
+
+    def shell(command, log):
+        commands[log.name] = command
+        names = command[command.index("--valid-subset") + 1].split(",")
+        value = "1.0" if "--model-overrides" in command else "0.5"
+        numbers = {"exact_loss": "1", "answer_accuracy": value, "token_accuracy": "1"} | counts
+        lines = (json.dumps({f"{n}_{k}": str(v) for k, v in numbers.items()}) for n in names)
+        text = "\n".join(f"x | INFO | {n} | {line}" for n, line in zip(names, lines, strict=True))
+        log.write_text(text)
+
+    found = run.measure(shell)
+    plain, scaled = commands["eval-whole.log"], commands["eval-whole+yarn-4.log"]
+    assert "--model-overrides" not in plain
+    assert plain[plain.index("--valid-subset") + 1] == "valid,test4-depth0"
+    assert scaled[scaled.index("--valid-subset") + 1] == "test4-depth0"
+    overrides = ast.literal_eval(scaled[scaled.index("--model-overrides") + 1])
+    assert overrides == {"context_scaling": "yarn", "context_factor": 4.0, "context_length": 64}
+    accuracies = {n: m["answer_accuracy"] for n, m in found["metrics"]["test4-depth0"].items()}
+    assert accuracies == {"whole": 0.5, "whole+yarn-4": 1.0}
+    assert found["protocol"]["whole+yarn-4"].endswith("by 4.")
+    with pytest.raises(ValueError, match="there is no protocol 'half'"):
+        scaling_of("half")
 
 
 SETTING = {

@@ -21,7 +21,7 @@ from lrpe_fairseq.attention.projected import (
     ProjectedAttention,
     cross_projections,
     feature_map,
-    warn_about_compiler,
+    outside_gpu_graphs,
 )
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
 from lrpe_fairseq.attention.states import Owner, check_owner
@@ -29,7 +29,6 @@ from lrpe_fairseq.attention.tokens import Names, Tokens, check_tokens, tokens_af
 from lrpe_fairseq.encodings.core.companions import REAL, check_companion
 from lrpe_fairseq.encodings.core.networks import stored
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.conditions import outside_graphs
 
 
 class EncodedMemory(NamedTuple):
@@ -138,8 +137,6 @@ class CrossAttention(ProjectedAttention):
             raise ValueError("attn_mask is not supported by cross-attention")
         if torch.jit.is_tracing():
             raise NotImplementedError(NOT_EXPORTED)
-        if torch.compiler.is_compiling():
-            warn_about_compiler()
         out, weights, state = self.attend(
             query.transpose(0, 1),
             key.transpose(0, 1),
@@ -172,7 +169,7 @@ class CrossAttention(ProjectedAttention):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
-    @outside_graphs  # as self-attention
+    @outside_gpu_graphs
     def attend(
         self,
         x: Tensor,
@@ -199,7 +196,6 @@ class CrossAttention(ProjectedAttention):
             query_padding_mask: (B, T), true where x is padding, for counting only.
             need_weights: True to return the weights of softmax attention.
         Returns: (B, T, C), the weights (B, H, T, S) before dropout or None, and the state.
-        Under torch.compile it runs outside the compiled graph.
         Raises: ValueError for a tensor of another shape, dtype or device than it must have, and for
             a state of another layer or batch; in ``sequence_parallel``.
         """

@@ -27,7 +27,7 @@ from lrpe_fairseq.attention.projected import (
     ProjectedAttention,
     checked_window,
     feature_map,
-    warn_about_compiler,
+    outside_gpu_graphs,
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.states import Owner, check_owner
@@ -37,7 +37,6 @@ from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companio
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
-from lrpe_fairseq.kernels.conditions import outside_graphs
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -192,12 +191,9 @@ class MultiheadAttention(ProjectedAttention):
                 attends to its own document only; positions, gates and linear states start anew.
                 The first token of a text need not be marked. A Memory has documents of its own.
         In ``parallel.sequence_parallel`` x is this process's part of a longer text.
-        Under torch.compile it runs outside the compiled graph and warns once.
         Raises: ValueError for incompatible arguments, for a tensor of another shape, dtype or
             device than it must have, and for a state of another layer or batch.
         """
-        if torch.compiler.is_compiling():
-            warn_about_compiler()
         self._check(x, key_padding_mask, state, keep_state, positions, starts)
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
@@ -265,7 +261,7 @@ class MultiheadAttention(ProjectedAttention):
         if explicit and (starts is not None or state.past.packed):
             raise ValueError("documents need positions that are counted in all blocks of a text")
 
-    @outside_graphs  # compiled backward passes of linear attention fail
+    @outside_gpu_graphs
     def _attend(
         self,
         x: Tensor,
@@ -275,7 +271,7 @@ class MultiheadAttention(ProjectedAttention):
         positions: Tensor | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, AttentionState | None]:
-        """Compute :meth:`attend` after its checks, always in eager execution."""
+        """Compute :meth:`attend` after its checks."""
         if x.shape[1] == 0 and (keep_state or state is not None):
             return x, state if keep_state else None
         before = None if state is None else state.next_position
@@ -297,7 +293,7 @@ class MultiheadAttention(ProjectedAttention):
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following, history, self.owner)
 
-    @outside_graphs
+    @outside_gpu_graphs
     def _attend_part(
         self,
         x: Tensor,
@@ -467,7 +463,7 @@ class MultiheadAttention(ProjectedAttention):
         hidden = padding.unsqueeze(1)
         return gates.masked_fill(hidden if gates.dim() == 3 else hidden.unsqueeze(-1), 0.0)
 
-    @outside_graphs
+    @outside_gpu_graphs
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
         """Compute attention of x (B, T, C) over [memory, x], (B, T, C). Keys start M earlier."""
         if self.attention_type == "linear" or not self.causal:

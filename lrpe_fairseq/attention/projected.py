@@ -4,10 +4,10 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 """
 
 import warnings
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial, wraps
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,20 @@ from lrpe_fairseq.encodings.core.networks import as_stored, stored
 from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
-from lrpe_fairseq.kernels.conditions import outside_graphs
+from lrpe_fairseq.kernels.conditions import is_exporting
 
+R = TypeVar("R")
 ATTENTION_TYPES = ("linear", "softmax")
+OTHER_NAMES = {
+    "attention_dropout": "dropout",
+    "attention_heads": "num_heads",
+    "attention_normalizer": "normalizer",
+    "attention_parts": "parts",
+    "attention_window": "window",
+    "encoding_seed": "seed",
+    "kv_heads": "num_kv_heads",
+}
+"""Option of the command line and of a YAML -> the argument of attention that it is."""
 NOT_EXPORTED = (
     "TorchScript, torch.jit.trace and ONNX are not supported by lrpe_fairseq's attention; run the "
     "model in Python"
@@ -65,6 +76,7 @@ class ProjectedAttention(nn.Module):
         **encoding_options: Any,
     ) -> None:
         super().__init__()
+        _check_names(encoding_options)
         if options is not None and encoding_options:
             raise ValueError("give the options of an encoding by keyword or as options, not both")
         options = EncodingOptions(**encoding_options) if options is None else options
@@ -210,7 +222,7 @@ class ProjectedAttention(nn.Module):
         return x if x.shape[1] == self.num_heads else x.repeat_interleave(self.group, 1)
 
     def _mapped(self, function: Callable[[Tensor], Tensor], x: Tensor, time_first: bool) -> Tensor:
-        """Return the heads (B, H, T, D) of a function of the last axis of :func:`stored` x."""
+        """Apply ``function`` to the last axis of :func:`stored` x; return heads (B, H, T, D)."""
         y = function(x)
         y = y.view(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim)  # also of no token
         return y.permute(1, 2, 0, 3) if time_first else y.transpose(1, 2)
@@ -275,7 +287,9 @@ class ProjectedAttention(nn.Module):
         """
         if self.q_norm is not None or self.kv_shift is not None:
             return False
-        if any(y.shape[0] * y.shape[1] < y.shape[2] for y in (x, source)):
+        # an exported program takes any number of tokens
+        few = any(y.shape[0] * y.shape[1] < y.shape[2] for y in (x, source) if not is_exporting())
+        if few:
             return False
         if not (is_plain_linear(self.q_proj) and is_plain_linear(self.k_proj)):
             return False
@@ -390,13 +404,40 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-@outside_graphs
-def warn_about_compiler() -> None:
-    """Warn once that attention is not compiled."""
-    _warn_once(
-        "torch.compile: attention of lrpe_fairseq stays outside the compiled graph and runs as in "
-        "eager execution"
-    )
+def outside_gpu_graphs(method: Callable[..., R]) -> Callable[..., R]:
+    """Keep a method of attention outside compiled graphs where Triton kernels serve a GPU.
+
+    They are no operators yet, and their definitions would be slower. ``torch.compiler.disable``
+    imports ``torch._dynamo``, which takes longer than all of this package.
+    """
+
+    @wraps(method)
+    def call(self: ProjectedAttention, x: Tensor, *args: Any, **keywords: Any) -> R:
+        if torch.compiler.is_compiling() and x.is_cuda and dispatch.has_triton():
+            return torch.compiler.disable(_warned(method))(self, x, *args, **keywords)
+        return method(self, x, *args, **keywords)
+
+    return call
+
+
+def _warned(method: Callable[..., R]) -> Callable[..., R]:
+    @wraps(method)
+    def call(*args: Any, **keywords: Any) -> R:
+        _warn_once(
+            "torch.compile: on a GPU attention of lrpe_fairseq stays outside the compiled graph, "
+            "and its Triton kernels run as in eager execution"
+        )
+        return method(*args, **keywords)
+
+    return call
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Refuse an option under its name on the command line. Raises: ChoiceError, with our name."""
+    for name in OTHER_NAMES.keys() & given.keys():
+        raise ChoiceError(
+            f"{name!r} is called {OTHER_NAMES[name]!r} in Python: give it by this name"
+        )
 
 
 def _checked_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:

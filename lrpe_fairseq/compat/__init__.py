@@ -29,6 +29,7 @@ module                 what it mends
 ``resumed_place``      the place in the data with other batches; another model is refused
 ``run_state``          trainings of a sweep do not share state
 ``safe_checkpoints``   torch's safe loading, in several processes too
+``short_log``          the log of a training begins with what a reader needs
 ``time_left``          a training says how long it takes
 =====================  ============================================================================
 
@@ -74,6 +75,7 @@ from lrpe_fairseq.compat.safe_checkpoints import (
     allow_checkpoint_globals,
     share_checkpoint_between_processes,
 )
+from lrpe_fairseq.compat.short_log import shorten_the_log
 from lrpe_fairseq.compat.time_left import say_how_long_a_training_takes
 
 FIXES: tuple[Callable[[], None], ...] = (
@@ -103,6 +105,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     give_every_run_a_state_of_its_own,
     refuse_other_dictionaries,
     say_how_long_a_training_takes,
+    shorten_the_log,
 )
 
 

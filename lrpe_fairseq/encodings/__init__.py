@@ -7,7 +7,7 @@ from :data:`ENCODINGS`. To add an encoding, write one file and add one line here
 from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lrpe_fairseq.encodings.core.options import LONGEST as LONGEST
 from lrpe_fairseq.encodings.core.options import (
@@ -381,9 +381,10 @@ def build_encoding(
     *,
     causal: bool = False,
     seed: int = 0,
-    options: EncodingOptions = EncodingOptions(),
+    options: EncodingOptions | None = None,
     width: int | None = None,
     score_scale: float | None = None,
+    **encoding_options: Any,
 ) -> Encoding:
     """Build the encoding ``name``.
 
@@ -392,13 +393,17 @@ def build_encoding(
         head_dim, num_heads, causal, seed, width, score_scale: see :class:`EncodingSpec`.
         options: options of individual methods, with checked values; those of other methods are
             ignored.
+        encoding_options: the same by keyword, named as on the command line (``fox_bias``).
     Raises: ChoiceError for an unknown name (listing the names), options of rotations or of angles
         for a method without them, a width, a seed or a grid that the method does not support, or a
-        causal method without ``causal``.
+        causal method without ``causal``. ValueError for options given in both ways.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
     """
+    if options is not None and encoding_options:
+        raise ValueError("give the options of an encoding by keyword or as options, not both")
+    options = EncodingOptions(**encoding_options) if options is None else options
     if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "

@@ -17,6 +17,7 @@ COMMANDS = (
     "prepare",
     "ngrams",
     "pairs",
+    "drift",
     "quickstart",
     "doctor",
     "export",

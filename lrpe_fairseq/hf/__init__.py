@@ -17,6 +17,7 @@ from lrpe_fairseq.hf.convert import convert
 from lrpe_fairseq.hf.converted import register
 from lrpe_fairseq.hf.export import export
 from lrpe_fairseq.hf.families import plan
+from lrpe_fairseq.hf.folding import fold_back
 from lrpe_fairseq.hf.model import LRPEForCausalLM, LRPEForMaskedLM, LRPEModel
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "LRPEModel",
     "convert",
     "export",
+    "fold_back",
     "plan",
 ]
 

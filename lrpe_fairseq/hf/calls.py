@@ -41,13 +41,16 @@ def padding_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
             f"{length} tokens, got {tuple(attention_mask.shape)}"
         )
     padding = attention_mask[:, -length:] == 0
-    return padding if padding.any() else None
+    # a compiler cannot trace what depends on a value
+    return padding if torch.compiler.is_compiling() or padding.any() else None
 
 
 def is_one_sided(padding: Tensor | None) -> bool:
     """True if the padding of every row is all before or all after its tokens."""
     if padding is None:
         return True
+    if torch.compiler.is_compiling():
+        return False  # not known
     changes = (padding[:, 1:] != padding[:, :-1]).sum(1)
     return bool((changes <= 1).all())
 

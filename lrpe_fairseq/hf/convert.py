@@ -1,20 +1,16 @@
 """Replace the attention of a pretrained model of transformers by that of this package."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import fields
 from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
 
-from lrpe_fairseq.encodings import has_rotations
-from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.hf.converted import ConvertedModel, build, converted_classes, replace
-from lrpe_fairseq.hf.families import Options, kind_of, plan, reasons, refuse_reasons
-
-OF_ROTATIONS = tuple(own.name for own in fields(RotationOptions))
-OF_ANGLES = ("angles", "score_factor")
+from lrpe_fairseq.hf.exported import convert_exported
+from lrpe_fairseq.hf.families import changed, kind_of, plan, reasons, refuse_reasons
+from lrpe_fairseq.hf.model import LRPEForCausalLM
 
 
 def convert(
@@ -28,17 +24,21 @@ def convert(
     >>> hf.convert(model, position_encoding="gated:rope", fox_bias=8.0)
 
     Args:
-        model: of transformers, of a type in ``families.FAMILIES``. Call it again for other layers.
+        model: of transformers, of a type in ``families.FAMILIES``, or an exported one. Call it
+            again for other layers; layers of an exported model may be converted again.
         layers: indices of the layers that are converted; None: all.
         options: of ``MultiheadAttention`` and of encodings, over those of the pretrained function.
     Returns: the model, whose class is now a converted one. ``save_pretrained`` and, after
         ``import lrpe_fairseq.hf``, ``AutoModelForCausalLM.from_pretrained`` work as before. Its
-        ``config.lrpe`` has the options of every converted layer.
+        ``config.lrpe`` has the options of every converted layer; an exported model keeps its class,
+        and ``config.attention`` has them.
     Raises: ChoiceError for a model that our attention does not represent, with all reasons, for
         layers that do not exist or are converted already, and for options that do not fit. The
         model is then unchanged.
     """
     config = model.config
+    if isinstance(model, LRPEForCausalLM):
+        return convert_exported(model, _chosen(config.num_hidden_layers, layers, ()), options)
     found = reasons(config)
     refuse_reasons(config, found)
     _require_causal_lm(model)
@@ -53,25 +53,6 @@ def convert(
     kept = getattr(config, "lrpe", None) or {}
     config.lrpe = kept | {str(layer): own for layer, own in wanted.items()}
     return model
-
-
-def changed(pretrained: Options, options: Options) -> Options:
-    """Return the options of a layer: ``options`` over those of the pretrained function.
-
-    Options of rotations do not apply to an encoding without any, angles of the pretrained model
-    apply to rope only, also under gates and reflections, and its scale of scores is that of softmax
-    attention.
-    """
-    found = {**pretrained, **options}
-    name, own = str(found["position_encoding"]), set(options)
-    dropped: set[str] = set()
-    if not has_rotations(name):
-        dropped |= {*OF_ROTATIONS, *OF_ANGLES}
-    if name.rpartition(":")[2] != "rope" or own & {*OF_ROTATIONS}:
-        dropped |= {*OF_ANGLES}
-    if found["attention_type"] == "linear":
-        dropped.add("score_scale")
-    return {key: value for key, value in found.items() if key in own or key not in dropped}
 
 
 def _chosen(count: int, layers: Iterable[int] | None, done: Collection[int]) -> list[int]:

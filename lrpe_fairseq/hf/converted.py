@@ -217,6 +217,13 @@ def replace(model: PreTrainedModel, plan: Mapping[int, Options], copy: bool) -> 
         body.register_forward_pre_hook(_with_call, with_kwargs=True)
 
 
+def release(body: nn.Module) -> None:
+    """Remove from a body what :func:`replace` added to it beside attention."""
+    for key, hook in list(body._forward_pre_hooks.items()):
+        if hook is _with_call:
+            del body._forward_pre_hooks[key], body._forward_pre_hooks_with_kwargs[key]
+
+
 @torch.no_grad()
 def copy_weights(attention: MultiheadAttention, old: nn.Module, config: PretrainedConfig) -> None:
     """Copy the weights of attention of transformers, with pairs that turn next to each other."""

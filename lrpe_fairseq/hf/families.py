@@ -4,6 +4,7 @@ Axes: H heads of queries, K heads of keys and values, D head width, C width.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lrpe_fairseq.encodings import has_rotations
+from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError
 
 Options = dict[str, Any]
@@ -23,6 +26,9 @@ PREFIX = "lrpe_"
 OF_PRETRAINED = ("angles", "score_factor", "norm_eps")
 """Options that ``MultiheadAttention`` has no argument for. angles: of all pairs, in radians per
 token. score_factor: of the scores of features that turn. norm_eps: of the norms of q and k."""
+
+OF_ROTATIONS = tuple(own.name for own in fields(RotationOptions))
+OF_ANGLES = ("angles", "score_factor")
 
 
 class Family(NamedTuple):
@@ -192,6 +198,25 @@ def _encoding(config: PretrainedConfig, layer: int) -> Options:
         angles, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")  # it multiplies cos and sin
         found |= {"angles": angles.tolist(), "score_factor": float(factor) ** 2}
     return found
+
+
+def changed(pretrained: Options, options: Options) -> Options:
+    """Return the options of a layer: ``options`` over those of the pretrained function.
+
+    Options of rotations do not apply to an encoding without any, angles of the pretrained model
+    apply to rope only, also under gates and reflections, and its scale of scores is that of softmax
+    attention.
+    """
+    found = {**pretrained, **options}
+    name, own = str(found["position_encoding"]), set(options)
+    dropped: set[str] = set()
+    if not has_rotations(name):
+        dropped |= {*OF_ROTATIONS, *OF_ANGLES}
+    if name.rpartition(":")[2] != "rope" or own & {*OF_ROTATIONS}:
+        dropped |= {*OF_ANGLES}
+    if found["attention_type"] == "linear":
+        dropped.add("score_scale")
+    return {key: value for key, value in found.items() if key in own or key not in dropped}
 
 
 def turned_fraction(config: PretrainedConfig) -> float:

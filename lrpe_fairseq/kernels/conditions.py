@@ -2,13 +2,12 @@
 
 Every kernel and every hand-written gradient has a definition: the same function in ordinary
 differentiable PyTorch operations. The definition is used for second derivatives, and under
-torch.compile, torch.func, fake tensors and tracing. Which kernel serves a call is decided in
-``dispatch``.
+torch.func, fake tensors and tracing; for torch.compile see ``operators``. Which kernel serves a
+call is decided in ``dispatch``.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -18,20 +17,14 @@ from torch.autograd import forward_ad
 P, R = ParamSpec("P"), TypeVar("R")
 
 
-def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``function`` outside compiled graphs, as ``torch.compiler.disable`` does.
+def called_in_tracing(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a compiler call ``function`` while it traces, and take its result for a constant.
 
-    That decorator imports ``torch._dynamo``, which takes longer than all of this package; this one
-    does so only where something is compiled.
+    The arguments are numbers and strings. ``torch.compiler.assume_constant_result`` does the same,
+    but imports ``torch._dynamo``, which takes longer than all of this package.
     """
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
+    function._dynamo_marked_constant = True
+    return function
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:
@@ -90,6 +83,11 @@ def is_transformed() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+def is_exporting() -> bool:
+    """True under torch.export; torch 2.6 cannot say so."""
+    return getattr(torch.compiler, "is_exporting", bool)()
 
 
 def _is_traced() -> bool:

@@ -17,9 +17,10 @@ results/bench have the figures. Not measured: ``linear.half``, flash attention o
 documents, and stick-breaking attention.
 
 Each function returns None, or the definition, where no kernel supports the tensors: of another
-dtype, width or device, under torch.compile, torch.func and tracing, with
-``LRPE_FAIRSEQ_KERNELS=0``, or where a kernel does not compile. Triton kernels are proved before
-their first result is used, and not used where that fails; see ``proof``.
+dtype, width or device, under torch.func and tracing, with ``LRPE_FAIRSEQ_KERNELS=0``, or where a
+kernel does not compile. Triton kernels are proved before their first result is used, and not used
+where that fails; see ``proof``. Under torch.compile and torch.export the C++ kernels are called by
+``operators``; attention of a GPU with Triton stays outside the graph.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
@@ -33,8 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels import loader, proof
-from lrpe_fairseq.kernels.conditions import outside_graphs
+from lrpe_fairseq.kernels import loader, operators, proof
+from lrpe_fairseq.kernels.conditions import called_in_tracing
 from lrpe_fairseq.kernels.encode import encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Transform, Variant, feature_map
 from lrpe_fairseq.kernels.linear import causal, causal_cpu, half
@@ -58,6 +59,12 @@ Pair = tuple[Tensor, Tensor]
 """A tensor of the queries and one of the keys."""
 
 
+@called_in_tracing
+def has_triton() -> bool:
+    """True if this process has Triton kernels."""
+    return loader.has_triton_kernels(CAUSAL)
+
+
 # --- features of queries and keys --------------------------------------------------------------
 
 
@@ -74,7 +81,8 @@ def encode_both(
         found = _encoded(triton, *triton.arguments_of_both(*given))
         if found is not None:
             return found
-    return encode_cpu.encode_both(*given) if encode_cpu.serves(q, k, transform.variant) else None
+    kernel = _cpu_encoder(q, k, transform.variant)
+    return None if kernel is None else kernel.encode_both(*given)
 
 
 def encode_one(x: Tensor, transform: Transform, positions: Tensor) -> Tensor | None:
@@ -84,9 +92,15 @@ def encode_one(x: Tensor, transform: Transform, positions: Tensor) -> Tensor | N
         found = _encoded(triton, *triton.arguments_of_one(x, transform, positions))
         if found is not None:
             return found[0]
-    if encode_cpu.serves(x, x, transform.variant):
-        return encode_cpu.encode_one(x, transform, positions)
-    return None
+    kernel = _cpu_encoder(x, x, transform.variant)
+    return None if kernel is None else kernel.encode_one(x, transform, positions)
+
+
+def _cpu_encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
+    """Return the module whose kernel in C++ encodes q and k, or None."""
+    if torch.compiler.is_compiling():
+        return operators if encode_cpu.fits(q, k, variant) else None
+    return encode_cpu if encode_cpu.serves(q, k, variant) else None
 
 
 def _encoded(triton: ModuleType, *arguments: Any) -> Pair | None:
@@ -104,6 +118,8 @@ def _proofs(module: str) -> ModuleType:
 
 
 def _triton_encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
+    if torch.compiler.is_compiling():
+        return None
     triton = loader.triton_kernels(ENCODE)
     return triton if triton is not None and triton.serves(q, k, variant) else None
 
@@ -122,6 +138,9 @@ def applied(x: Tensor, power: Tensor, variant: Variant) -> Tensor | None:
 
     variant: without phi. A GPU has no such kernel: there q and k are encoded together.
     """
+    if torch.compiler.is_compiling():
+        fits = encode_cpu.fits(x, x, variant)
+        return encode_cpu.encode(x, None, power, variant, operators.encoded) if fits else None
     if not encode_cpu.serves(x, x, variant):
         return None
     return encode_cpu.encode(x, None, power, variant)
@@ -228,11 +247,12 @@ def _widened(*rows: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows]
 
 
-@outside_graphs
 def plain_causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``causal.definition``, in C++ if supported. Not traced by torch.compile."""
+    """Compute ``causal.definition``, in C++ if supported; in a compiled graph by one operator."""
+    if torch.compiler.is_compiling():
+        return operators.causal_sums(q, k, v, wanted, log_decay, eps)
     in_cpp = causal_cpu.serves(q, k, v, log_decay)
     log_linear("c++" if in_cpp else "pytorch", q)
     sums = causal_cpu.causal_sums if in_cpp else causal.definition
@@ -276,6 +296,16 @@ def stick_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor
         partial(examples.example_of, examples.STICK, q, k, v, **arguments),
         partial(triton.stick_attention, q, k, v, **arguments),
     )
+
+
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor, causal: bool, scale: float
+) -> Tensor | None:
+    """Compute ``operators.padded_attention``, or return None outside compiled graphs of a CPU."""
+    alike = q.shape[:2] == k.shape[:2] and q.shape[3] == v.shape[3]
+    if not (torch.compiler.is_compiling() and q.device.type == "cpu" and alike):
+        return None
+    return operators.padded_attention(q, k, v, padding, causal, scale)
 
 
 def _tensors(arguments: dict[str, Any]) -> Iterator[Tensor]:

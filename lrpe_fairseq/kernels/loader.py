@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels.conditions import is_transformed
+from lrpe_fairseq.kernels.conditions import called_in_tracing, is_transformed
 
 VARIABLE = "LRPE_FAIRSEQ_KERNELS"
 HEADERS = Path(__file__).parent
@@ -82,9 +82,10 @@ def kernels_in_use(device: str | None = None) -> dict[str, str]:
 
 
 SERVED: dict[str, list[str]] = {}
-"""What this process has computed -> the kernels that computed it; see :func:`log_served`."""
+"""Kernel names by operation, for the run file; see :func:`log_served`."""
 
 
+@called_in_tracing
 def log_served(what: str, kernel: str, device: str) -> None:
     """Record, and log once, which kernel computes ``what``, such as "softmax attention of t5".
 
@@ -125,6 +126,11 @@ def triton_kernels(module: str) -> ModuleType | None:
     transformations, where PyTorch is used.
     """
     return None if is_transformed() else _triton_kernels(module)
+
+
+def has_triton_kernels(module: str) -> bool:
+    """True if :func:`triton_kernels` has the module in eager execution."""
+    return _triton_kernels(module) is not None
 
 
 @lru_cache(maxsize=8)

@@ -29,6 +29,8 @@ from lrpe_fairseq.models.layers import Encoder, EncoderLayer, stored
 from lrpe_fairseq.models.norms import SharedBatchNorm
 from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.patches import (
+    CONVOLUTION,
+    LINEAR,
     OF_PIXELS,
     Patches,
     build_patches,
@@ -64,6 +66,11 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
         OF_PIXELS["pixel_mean"], "subtracted from pixels, which are from 0 to 1 here"
     )
     pixel_std: float = option(OF_PIXELS["pixel_std"], "pixels are divided by this number")
+    patch_embedding: ChoiceEnum([LINEAR, CONVOLUTION]) = option(  # type: ignore[valid-type]
+        LINEAR,
+        "of --input image: a linear map, or a 3 x 3 convolution, ReLU and the maximum over p x p "
+        "places",
+    )
     patch: int = option(
         1, "p x p pixels are one token; an image then has p times --grid-width columns"
     )
@@ -73,8 +80,10 @@ class LRPEClassifierConfig(AttentionOptions, FairseqDataclass):
     norm: ChoiceEnum(["layer", "batch"]) = option(  # type: ignore[valid-type]
         "layer", "norm before each block and at the end: LayerNorm, or BatchNorm over real tokens"
     )
-    pooling: ChoiceEnum(["mean", "first"]) = option(  # type: ignore[valid-type]
-        "mean", "of the last layer: the mean over real tokens, or the first token"
+    pooling: ChoiceEnum(["mean", "first", "gate"]) = option(  # type: ignore[valid-type]
+        "mean",
+        "of the last layer: the mean over real tokens, the first token, or a mean with the weights "
+        "of a learned gate",
     )
     final_norm: ChoiceEnum(["before", "after"]) = option(  # type: ignore[valid-type]
         "before", "the last norm is applied to tokens before pooling, or to the pooled vector"
@@ -183,6 +192,7 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         self.options = options
         width = options.encoder_embed_dim
         self.norm = build_norm(str(options.norm), width)
+        self.gate = nn.Linear(width, 1) if str(options.pooling) == "gate" else None
         self.head = nn.Linear(width, classes)
         if options.pair_head:
             self.head = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), self.head)
@@ -238,7 +248,10 @@ class LRPEClassifier(BooleanFlags, BaseFairseqModel):
         first = str(self.options.final_norm) == "before"
         if first:
             x = normalized(self.norm, x, real)
-        x = x[0] if str(self.options.pooling) == "first" else mean_of_tokens(x, real)
+        if self.gate is not None:
+            x = gated_mean(x, real, self.gate(x).squeeze(-1))
+        else:
+            x = x[0] if str(self.options.pooling) == "first" else mean_of_tokens(x, real)
         return x if first else normalized(self.norm, x, None)
 
     def max_positions(self) -> int:
@@ -315,3 +328,13 @@ def mean_of_tokens(x: Tensor, real: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     weight = real.unsqueeze(-1).to(wide.dtype)
     return ((wide * weight).sum(0) / weight.sum(0)).to(x.dtype)
+
+
+def gated_mean(x: Tensor, real: Tensor, gate: Tensor) -> Tensor:
+    """Return the mean of x (T, B, C) with weights softmax(gate) over real tokens, (B, C).
+
+    gate, real: (T, B). It is the sequence pooling of compact transformers (Hassani et al., 2021).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight = gate.to(wide).masked_fill(~real, -torch.inf).softmax(0)
+    return (x.to(wide) * weight.unsqueeze(-1)).sum(0).to(x.dtype)

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
@@ -102,6 +103,37 @@ class Encoder(TransformerEncoderBase):
         """Called by fairseq's constructor."""
         return wrapped(self.layer_class(cfg, self._options, next(self._layer_count)), cfg)
 
+    def forward_scriptable(
+        self,
+        src_tokens: Tensor,
+        src_lengths: Tensor | None = None,
+        return_all_hiddens: bool = False,
+        token_embeddings: Tensor | None = None,
+    ) -> dict:
+        """Encode as fairseq does; while a compiler traces, without reading if there is padding."""
+        if not torch.compiler.is_compiling():
+            return super().forward_scriptable(
+                src_tokens, src_lengths, return_all_hiddens, token_embeddings
+            )
+        padding = src_tokens.eq(self.padding_idx)
+        x, embedding = self.forward_embedding(src_tokens, token_embeddings)
+        x = x.masked_fill(padding.unsqueeze(-1), 0.0).transpose(0, 1)
+        states, results = [x], []
+        for layer in self.layers:
+            output = layer(x, encoder_padding_mask=padding)
+            x, result = output if isinstance(output, tuple) else (output, None)
+            states.append(x)
+            results.append(result)
+        return {
+            "encoder_out": [x if self.layer_norm is None else self.layer_norm(x)],
+            "encoder_padding_mask": [padding],
+            "encoder_embedding": [embedding],
+            "encoder_states": states if return_all_hiddens else [],
+            "fc_results": results if return_all_hiddens else [],
+            "src_tokens": [],
+            "src_lengths": [(~padding).sum(1, dtype=torch.int32).unsqueeze(1)],
+        }
+
     def forward(self, *rest: Any, positions: Tensor | None = None, **keywords: Any) -> dict:
         """Encode as fairseq does; the result has one more entry, ``positions``.
 
@@ -139,6 +171,18 @@ class Decoder(TransformerDecoderBase):
             check_stack(cfg.cross, cfg.decoder.layers, "cross")
         super().__init__(cfg, dictionary, embed_tokens, **keywords)
         begin_stack(self, cfg, cfg.decoder.embed_dim)
+
+    @property
+    def cross_self_attention(self) -> bool:
+        """True if fairseq makes a mask of padding without reading if there is padding.
+
+        A compiler cannot trace what depends on a value.
+        """
+        return self._makes_mask or torch.compiler.is_compiling()
+
+    @cross_self_attention.setter
+    def cross_self_attention(self, value: bool) -> None:
+        self._makes_mask = value
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         """Called by fairseq's constructor."""

@@ -22,6 +22,11 @@ BLACK = 4
 COLORS = 3
 OF_PIXELS = {"pixel_mean": 0.5, "pixel_std": 0.5}
 """Options of ``--input pixels`` that other inputs do not read, with their defaults."""
+LINEAR, CONVOLUTION = "linear", "convolution"
+"""Values of ``--patch-embedding``."""
+KERNEL = 3
+BORDER = KERNEL - 1
+"""Rows and columns that a convolution without padding takes off an image."""
 STD = 0.02
 """Of learned absolute positions."""
 
@@ -30,7 +35,7 @@ class Patches(nn.Module):
     """Embed patches of p x p pixels by one linear map, in place of an embedding of tokens.
 
     A subclass defines ``cells`` (the numbers of every patch in raster order, (B, T, N)), ``shape``
-    (ids (B, T) of the tokens: padding, or any other id) and ``forward`` (cells -> (B, T, C)).
+    (token ids (B, T); only padding is distinguished) and ``forward`` (cells -> (B, T, C)).
 
     Args:
         width: C. pad: the id of padding.
@@ -130,10 +135,46 @@ class Images(Patches):
         return self.linear(cells.to(self.linear.weight.dtype))
 
 
+class Convolved(Images):
+    """The tokenizer of a compact convolutional transformer, in place of the linear map of patches.
+
+    A convolution of 3 x 3 pixels without padding and bias, ReLU, and the maximum over p x p places
+    (Hassani et al., 2021; ``004_…`` Table 3). A token depends on (p + 2) x (p + 2) pixels.
+    """
+
+    def __init__(self, width: int, pad: int, patch: int, columns: int, channels: int) -> None:
+        super().__init__(width, pad, patch, columns, channels)
+        del self.linear
+        self.conv = nn.Conv2d(channels, width, KERNEL, bias=False)
+        nn.init.kaiming_normal_(self.conv.weight)
+
+    def cells(self, inputs: Tensor) -> Tensor:
+        """Return the numbers (B, T, 3 (p + 2) (p + 2)) of each window; see Images.
+
+        Raises: ChoiceError if the places of the convolution are not made of whole cells.
+        """
+        p = self.patch
+        height, width = (side - BORDER for side in inputs.shape[-2:])
+        if height < p or height % p or width != p * self.columns:
+            raise ChoiceError(
+                f"a convolution of {inputs.shape[-1]} x {inputs.shape[-2]} pixels has {width} x "
+                f"{height} places, not rows of {self.columns} cells of {p} x {p}: change --patch"
+            )
+        # windows overlap by the border of the convolution
+        return F.unfold(inputs, p + BORDER, stride=p).transpose(1, 2)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        """Embed the windows: (B, T, N) -> (B, T, C)."""
+        side = self.patch + BORDER
+        windows = cells.to(self.conv.weight.dtype).reshape(-1, self.channels, side, side)
+        return F.relu(self.conv(windows)).amax((2, 3)).view(*cells.shape[:2], -1)
+
+
 def build_patches(options: Any, width: int, pad: int) -> Patches:
     """Return the embedding of ``--input pixels`` or ``--input image``."""
     if str(options.input) == "image":
-        images = Images(width, pad, options.patch, options.grid_width, channels=COLORS)
+        kind = Convolved if str(options.patch_embedding) == CONVOLUTION else Images
+        images = kind(width, pad, options.patch, options.grid_width, channels=COLORS)
         grid = torch.tensor([options.grid_height, options.grid_width])
         images.register_buffer("grid", grid)  # that of learned positions, for other sizes
         return images
@@ -225,11 +266,13 @@ def fit_grid(options: Any, task: Any) -> None:
         return
     sides = rows_and_columns(task.image_size)
     patch = options.patch
-    grid = [side // patch for side in sides]
-    if any(side % patch for side in sides):
+    border = BORDER if str(options.patch_embedding) == CONVOLUTION else 0
+    grid = [(side - border) // patch for side in sides]
+    if any((side - border) % patch for side in sides):
+        after = f" after the convolution, which takes off {border}," if border else ""
         raise ChoiceError(
             f"images of {sides[0]} x {sides[1]} pixels are not made of patches of {patch} x "
-            f"{patch}: change --image-size or --patch"
+            f"{patch}{after}: change --image-size or --patch"
         )
     # a checkpoint has the grid of its training, which may be given again
     if options.grid_width not in (0, grid[1]) or options.grid_height not in (0, grid[0]):
@@ -245,6 +288,8 @@ def check_patches(options: Any, task: Any) -> None:
     kind = str(options.input)
     if (kind == "image") != (getattr(task, "image_size", None) is not None):
         raise ChoiceError("--input image and the task lrpe_images need each other")
+    if kind != "image" and str(options.patch_embedding) != LINEAR:
+        raise ChoiceError("--patch-embedding is an option of --input image: leave it out")
     if kind == "pixels":
         _check_pixels(options, task.source_dictionary)
         return

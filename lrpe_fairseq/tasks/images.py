@@ -41,6 +41,13 @@ MEAN = (0.485, 0.456, 0.406)
 """Of the pixels of ImageNet, from 0 to 1: red, green, blue."""
 STD = (0.229, 0.224, 0.225)
 """Standard deviations of the same."""
+SMALL = 32
+"""Images of at most this many rows and columns, stored at that size, are not resized, as in DeiT's
+datasets.py (facebookresearch/deit, commit 012a1007, build_transform)."""
+PADDING = 4
+"""Pixels around a small image in training, of which a crop of its size is drawn."""
+CIFAR10 = "cifar10"
+"""``--auto-augment``: torchvision's AutoAugment policy of CIFAR-10, for small images."""
 CROP = 224 / 256
 """Side of the central crop in evaluation, relative to the shorter side of the image."""
 ROUND = 256
@@ -60,7 +67,11 @@ class ImagesConfig(FairseqDataclass):
     )
     no_augmentation: bool = option(False, "train on central crops, without timm")
     color_jitter: float = option(0.4, "brightness, contrast and saturation; not with RandAugment")
-    auto_augment: str = option("rand-m9-mstd0.5-inc1", "timm's policy; empty: none")
+    auto_augment: str = option(
+        "rand-m9-mstd0.5-inc1",
+        "timm's policy, or cifar10: torchvision's AutoAugment of CIFAR-10, for images of at most "
+        "32 x 32; empty: none",
+    )
     random_erasing: float = option(0.25, "probability to erase a rectangle")
     mixup: float = option(0.8, "alpha of mixup; 0: none")
     cutmix: float = option(1.0, "alpha of cutmix, half of the batches if there is mixup; 0: none")
@@ -342,7 +353,8 @@ def seeded(*numbers: int) -> Iterator[None]:
 class Crop:
     """Evaluation: resize, bicubic, take the center and normalize.
 
-    The center of R rows and C columns has 224 / 256 of the height or of the width.
+    The center of R rows and C columns has 224 / 256 of the height or of the width. A small image of
+    R rows and C columns is taken as it is.
     """
 
     rows: int
@@ -350,6 +362,12 @@ class Crop:
 
     def __call__(self, image: Any) -> Tensor:
         """Return (3, R, C) of an image."""
+        return normalized(image if self._is_whole(image) else self._center(image))
+
+    def _is_whole(self, image: Any) -> bool:
+        return image.size == (self.columns, self.rows) and max(image.size) <= SMALL
+
+    def _center(self, image: Any) -> Any:
         least_width = int(self.columns / CROP)
         least_height = int(self.rows / CROP)
         width, height = image.size
@@ -363,13 +381,19 @@ class Crop:
         left = round((new_width - self.columns) / 2)
         top = round((new_height - self.rows) / 2)
         image = image.resize((new_width, new_height), resample=3)  # bicubic
-        image = image.crop((left, top, left + self.columns, top + self.rows))
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
-        return (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+        return image.crop((left, top, left + self.columns, top + self.rows))
+
+
+def normalized(image: Any) -> Tensor:
+    """Return (3, R, C) of a PIL image."""
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+    return (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
 
 def augmentation(cfg: Any) -> Transform:
-    """Return timm's augmentation of one image: crop, flip, colors, policy, erasing."""
+    """Return the augmentation of one image: timm's, or that of CIFAR-10."""
+    if cfg.auto_augment == CIFAR10:
+        return small_augmentation(*rows_and_columns(cfg.image_size))
     return _timm().create_transform(
         rows_and_columns(cfg.image_size),
         is_training=True,
@@ -380,6 +404,30 @@ def augmentation(cfg: Any) -> Transform:
         re_mode="pixel",
         mean=MEAN,
         std=STD,
+    )
+
+
+def small_augmentation(rows: int, columns: int) -> Transform:
+    """Return crops of images with a border of 4 pixels, flips, and AutoAugment of CIFAR-10.
+
+    Raises: Refusal for images above 32 x 32, and without torchvision.
+    """
+    if max(rows, columns) > SMALL:
+        refuse(f"--auto-augment {CIFAR10} is for images of at most {SMALL} x {SMALL} pixels")
+    try:
+        transforms = import_module("torchvision.transforms")
+    except ImportError:
+        refuse(
+            f"--auto-augment {CIFAR10} needs torchvision, of the extra [vision]: run pip install "
+            "-e '.[vision]', or train with --no-augmentation (task.no_augmentation=true)"
+        )
+    return transforms.Compose(
+        [
+            transforms.RandomCrop((rows, columns), padding=PADDING),
+            transforms.RandomHorizontalFlip(),
+            transforms.AutoAugment(transforms.AutoAugmentPolicy.CIFAR10),
+            normalized,
+        ]
     )
 
 

@@ -177,7 +177,16 @@ def environment(**more: str) -> dict[str, str]:
 
 def side_by_side(*jobs: Callable[[], Result]) -> list[Result]:
     """Do ``jobs`` two at a time; their results in order."""
-    with ThreadPoolExecutor(2) as pool:
+    return _pooled(2, jobs)
+
+
+def at_once(*jobs: Callable[[], Result]) -> list[Result]:
+    """Do all ``jobs`` at the same time, because they wait for each other."""
+    return _pooled(len(jobs), jobs)
+
+
+def _pooled(threads: int, jobs: Iterable[Callable[[], Result]]) -> list[Result]:
+    with ThreadPoolExecutor(threads) as pool:
         return [future.result() for future in [pool.submit(job) for job in jobs]]
 
 

@@ -14,11 +14,11 @@ from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     SMALL,
     TRAINING,
+    at_once,
     build,
     environment,
     run_here,
     saved,
-    side_by_side,
     user_dir,
     words,
 )
@@ -46,13 +46,13 @@ def command(corpus, folder, model, updates=UPDATES, *more):
     return [corpus.data, TRAINING, SMALL, MODELS[model], by_steps, length, *more]
 
 
-def by_two(given, group, ranks=2):
-    """Train in two processes over gloo; what they returned."""
-    more = "--distributed-world-size 2 --distributed-backend gloo --distributed-no-spawn "
-    more += f"--ddp-backend legacy_ddp --distributed-init-method file://{group} "
-    more += f"--sequence-parallel {ranks}"
-    started = [words([*given, more, "--distributed-rank", rank]) for rank in range(2)]
-    return side_by_side(*(partial(run_forked, "fairseq_cli.train", rank) for rank in started))
+def by_two(given, group, processes=2):
+    """Train in processes over gloo, of which two share a text; what they returned."""
+    more = f"--distributed-world-size {processes} --distributed-backend gloo "
+    more += "--distributed-no-spawn --ddp-backend legacy_ddp --sequence-parallel 2 "
+    more += f"--distributed-init-method file://{group}"
+    started = [words([*given, more, "--distributed-rank", rank]) for rank in range(processes)]
+    return at_once(*(partial(run_forked, "fairseq_cli.train", rank) for rank in started))
 
 
 def succeeded(ended):
@@ -82,6 +82,19 @@ def test_two_processes_train_as_one_with_its_dropout_and_its_loss(corpus, tmp_pa
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
     assert logged == pytest.approx(expected, rel=1e-5)
     assert "train loss" in logged
+
+
+def test_two_groups_of_two_processes_train_as_one_process_with_twice_the_batches(corpus, tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    # each group draws its own dropout
+    plain = "--dropout 0 --activation-dropout 0"
+    run_here("fairseq_cli.train", *command(corpus, alone, "hybrid"), plain, "--update-freq 2")
+    succeeded(by_two([*command(corpus, together, "hybrid"), plain], tmp_path / "group", 4))
+    (ours, logged), (theirs, expected) = state(together), state(alone)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+    assert logged["train loss"] == pytest.approx(expected["train loss"], rel=1e-5)
+    losses = (saved(f / "checkpoint_last.pt")["extra_state"]["val_loss"] for f in (together, alone))
+    assert next(losses) == pytest.approx(next(losses), abs=1e-3)  # fairseq rounds it
 
 
 def test_a_killed_training_resumes_to_the_weights_of_the_uninterrupted_one(corpus, tmp_path):

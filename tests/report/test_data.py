@@ -3,8 +3,12 @@
 import csv
 import io
 import json
+import re
+
+import pytest
 
 from lrpe_fairseq.experiments.report import data, docs
+from lrpe_fairseq.experiments.report.results import results_of
 
 
 def test_every_number_of_every_run_is_one_line(monkeypatch, tmp_path):
@@ -47,3 +51,16 @@ def test_a_stale_file_is_named(monkeypatch, tmp_path):
     assert docs.stale(tmp_path, ["data"]) == [data.FILE]
     docs.write(tmp_path, ["data"], dict)
     assert docs.stale(tmp_path, ["data"]) == []
+
+
+def test_the_lines_of_pandas_in_the_index_print_the_means_of_a_column(monkeypatch, capsys):
+    text = (docs.ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(docs.ROOT)
+    names = {}
+    exec(compile(block.replace("print(", "means = ("), "README.md", "exec"), names)
+    view = results_of(docs.ROOT).column("extrapolation", "softmax-paired-2048")
+    for row in ("RoPE", "stick-breaking"):
+        assert names["means"]["softmax", row] == pytest.approx(view.mean(row))
+    exec(compile(block, "README.md", "exec"), {})
+    assert "stick-breaking" in capsys.readouterr().out

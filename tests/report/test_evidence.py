@@ -261,3 +261,14 @@ def test_every_row_of_this_repository_with_a_selection_has_candidates(name):
             gated = name == "contrast" and ("fox" in row.encoding or "gated" in row.encoding)
             assert len(tried) == (6 if gated else 3)
             assert selection.chosen(table, {**table.options, **row.overrides}) in tried
+
+
+def test_what_was_not_trained_follows_from_the_runs():
+    results = results_of(ROOT)
+    every = [words for _, words in evidence.LARGER["language model"].values()]
+    said = evidence.not_trained(results, "softmax", ["rope", "an-unknown-one"])
+    assert said == f"Not trained: {'; '.join(every)}."
+    said = evidence.not_trained(results, "softmax", ["rope", "lrpe-type2"])
+    view = results.column("books", "softmax-test", "books")
+    assert {"rope", "lrpe-type2"} <= {view.names[row] for row in view.ranked()}
+    assert every[2] not in said

@@ -1,10 +1,12 @@
 """A picture changes only with what it shows: neither with a new encoding nor with another table."""
 
+import itertools
+
 import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import docs, plots
+from lrpe_fairseq.experiments.report import docs, pages, plots
 from lrpe_fairseq.experiments.report.methods import public_name
 from lrpe_fairseq.experiments.report.results import results_of
 from tests.report.test_columns import TABLE, checkout
@@ -136,3 +138,82 @@ def test_a_table_of_this_repository_draws_its_own_pictures_only(table, expected)
     assert {
         path.removeprefix("results/figures/").removesuffix(".png") for path in found
     } == expected
+
+
+def test_names_beside_curves_keep_their_distance_and_move_as_little_as_possible():
+    assert plots.spread([0.1, 0.5, 0.9], 0.2) == [0.1, 0.5, 0.9]
+    assert plots.spread([0.0, 1.0, 1.0], 0.2) == [0.0, 0.9, 1.1]
+    crowded = [0.5, 0.51, 0.52, 0.53, 0.8]
+    places = plots.spread(crowded, 0.1)
+    gaps = [b - a for a, b in itertools.pairwise(places)]
+    assert min(gaps) >= 0.1 - 1e-9
+    assert sum(places) == pytest.approx(sum(crowded))
+
+
+def panel(attention, values, marks=None):
+    rows = {f"m{n}": [value] for n, value in enumerate(values)}
+    return plots.Panel(
+        f"{attention} attention, valid", "x", rows, kind="perplexity", marks=marks or {}
+    )
+
+
+def drawn_by(monkeypatch, draw):
+    """The figure that a function of this module saves."""
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    draw()
+    return figures[0]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_panels_that_differ_in_attention_only_have_one_range_and_a_far_value_is_a_number(
+    monkeypatch, tmp_path
+):
+    both = [panel("Linear", [90, 95, 100, 100, 110, 900]), panel("Softmax", [80, 85, 90, 92])]
+    figure = drawn_by(monkeypatch, lambda: plots.dots(tmp_path / "a.png", both))
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_xlim()[1] < 150
+    assert "900 \u2192" in texts(first)
+    assert not any("\u2192" in text for text in texts(second))
+
+
+def test_a_far_point_stands_at_the_upper_edge_with_its_number(monkeypatch, tmp_path):
+    rows = {f"m{n}": (50 + n, 100 + n) for n in range(7)} | {"far": (53, 700)}
+    one = plots.Panel("Linear attention, valid", "x", rows, "y", "perplexity")
+    figure = drawn_by(monkeypatch, lambda: plots.points(tmp_path / "a.png", [one]))
+    assert "far: 700 \u2191" in texts(figure.axes[0])
+    assert figure.axes[0].get_ylim()[1] < 200
+
+
+def test_curves_are_named_at_their_ends_in_panels_of_one_range(monkeypatch, tmp_path):
+    curves = {"rope": [(128, 80, 79, 81), (256, 900, 800, 950)], "fox": [(128, 78, 77, 79)] * 2}
+    both = [plots.Panel(f"{kind} attention", "x", curves) for kind in ("linear", "softmax")]
+    figure = drawn_by(monkeypatch, lambda: plots.lines(tmp_path / "a.png", both, 128, 200))
+    first, second = figure.axes
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_ylim()[1] == pytest.approx(200)
+    assert {"rope: 900 \u2191", "fox", " training length"} == set(texts(first))
+    assert figure.legends == []
+
+
+def test_budgets_are_curves_over_updates_and_other_columns_are_not():
+    results = results_of(ROOT)
+    by_updates = pages._by_updates(results.headlines(results.sheets_of("budget")[0]))
+    assert [one.title for one in by_updates] == ["linear attention", "softmax attention"]
+    xs = [x for x, *_ in by_updates[1].rows["rope"]]
+    assert xs == [1800, 5400, 16200]
+    assert plots.NGRAMS in by_updates[0].rows
+    for table in ("table2", "extrapolation", "budget-mlm"):
+        assert pages._by_updates(results.headlines(results.sheets_of(table)[0])) == []
+
+
+def test_a_picture_beside_a_papers_values_says_what_it_is():
+    results = results_of(ROOT)
+    sheet = results.sheets_of("table3")[0]
+    note = pages._note(sheet, results.headlines(sheet))
+    assert "only orders can be compared" in note
+    assert note.endswith("Ours have one seed, so these orders may be chance.")

@@ -31,7 +31,7 @@ from lrpe_fairseq.attention.tokens import (
 from lrpe_fairseq.attention.transport import score_blocks
 from lrpe_fairseq.encodings.core.forms import LOWEST, Form, masked_softmax
 from lrpe_fairseq.encodings.core.positions import Lags
-from lrpe_fairseq.kernels.conditions import is_transformed, without_autocast
+from lrpe_fairseq.kernels.conditions import is_exporting, is_transformed, without_autocast
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
@@ -187,7 +187,19 @@ def by_diagonals(table: Tensor, rows: int) -> Tensor:
     """
     # row i of the pairs is the reversed table from its i-th last entry on: a view, not a gather
     columns = table.shape[-1] - rows + 1
+    if torch.compiler.is_compiling():
+        return _skewed(F.pad(table.flip(-1), (0, 1)), rows)[..., :columns]
     return table.flip(-1).unfold(-1, columns, 1).flip(-2)
+
+
+def _skewed(values: Tensor, rows: int) -> Tensor:
+    """Return (H, T, R), row i the values (H, R + 1) from number T - 1 - i on, T = ``rows``.
+
+    A compiler takes any length here, and only one in ``unfold``.
+    """
+    width = values.shape[-1] - 1
+    flat = values.unsqueeze(1).expand(-1, rows, -1).flatten(1)
+    return flat[:, rows - 1 : rows - 1 + rows * width].unflatten(1, (rows, width))
 
 
 def query_blocks(
@@ -201,6 +213,10 @@ def query_blocks(
     query sees. There is one block, maybe empty, if T = 0.
     """
     batch, heads, rows, columns = *q.shape[:3], k.shape[2]
+    # an exported program takes any length, so that it cannot have a number of blocks
+    if window is None and (is_exporting() or rows <= limit // max(1, batch * heads * columns)):
+        yield slice(0, rows), slice(0, columns)
+        return
     # more queries than the window would compute mostly hidden pairs
     most = rows if window is None else max(window, ROWS)
     wide = columns if window is None else min(columns, most + window)

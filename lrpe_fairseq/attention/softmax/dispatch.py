@@ -130,6 +130,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call:
     # torch's causal flag aligns the first query with the first key, which is ours for squares only
     if keys.unmasked and (square or not call.causal):
         return fused_attention(q, k, v, is_causal=call.causal, **options)
+    only_padding = keys.segments is None and keys.window is None and keys.padding is not None
+    if only_padding and not call.dropout and (square or not call.causal):
+        out = dispatch.padded_attention(q, k, v, keys.padding, call.causal, call.scale)
+        if out is not None:
+            return out
     out = softmax_attention(q, k, v, visible=visible_pairs(queries, keys, call.causal), **options)
     if keys.unmasked and q.stride(2) > q.stride(0):  # stored as by the kernel for equal lengths
         return out.movedim(2, 0).contiguous().movedim(0, 2)

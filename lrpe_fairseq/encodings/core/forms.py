@@ -59,8 +59,8 @@ class Form(NamedTuple):
     weigh: Callable[[Tensor, Tensor | None, torch.dtype], Tensor] | None = None
     """:meth:`ScoreEncoding.weigh`."""
     shares: bool = False
-    """True if ``weigh`` gives each key before the query, from the newest to the oldest, the share
-    sigmoid(z) of the weight that is left. A kernel computes these weights."""
+    """True if ``weigh`` computes stick-breaking weights, which a kernel computes too: starting from
+    the newest key, each takes sigmoid(z) of what is left."""
 
     def has_only(self, *names: str) -> bool:
         """True if no other field is given. Comparing a tensor with None would take 30 us."""

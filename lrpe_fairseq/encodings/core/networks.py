@@ -59,6 +59,15 @@ def key_projection(width: int, generator: torch.Generator, bias: bool) -> Linear
     return layer
 
 
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Return log sigmoid(x).
+
+    While a compiler traces it is -softplus(-x), because the gradient of torch's own function has
+    other strides than the compiler is told.
+    """
+    return -F.softplus(-x) if torch.compiler.is_compiling() else F.logsigmoid(x)
+
+
 def as_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function of the last axis to x (B, T, .), which fairseq stores as (T, B, .).
 

@@ -36,7 +36,15 @@ from lrpe_fairseq.encodings.rotations.spectra import spectrum
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import is_plain, is_transformed
-from lrpe_fairseq.kernels.encode.encode import Angles, Transform, Variant, rotated
+from lrpe_fairseq.kernels.encode.encode import (
+    Angles,
+    Transform,
+    Turns,
+    Variant,
+    complex_of,
+    each_part,
+    rotated,
+)
 
 BASE = 10000.0
 """Base of the frequencies alpha_t = 10000^(-2t/d) (C.7)."""
@@ -176,6 +184,8 @@ class Rotation(nn.Module):
         length = length_of(positions) if self.options.by_text else None
         angles = self.angles_in(length)
         device = positions.device
+        if torch.compiler.is_compiling():
+            return phases(positions, angles, dtype)
         if positions.is_floating_point() and not angles.requires_grad:  # not cached
             angles = constant(tuple(angles.tolist()), exact_type(device), device)
         return phases(positions, angles, dtype)
@@ -358,7 +368,7 @@ def length_of(positions: Tensor) -> int:
     return int(positions.max()) + 1 if positions.numel() else 0
 
 
-def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor | Turns:
     """Compute exp(i s theta), complex (T, E) or (B, 1, T, E), for positions s (T,) or (B, T).
 
     For places s of every pair, float64 (B, H, T, E), it is (B, H, T, E), with gradients of s.
@@ -367,20 +377,25 @@ def phases(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     compute = _phases if is_transformed() else _Phases.apply
     if positions.is_floating_point():  # sums of increments have heads already
         return compute(theta, positions, dtype)
-    return over_heads(compute(theta, positions.unsqueeze(-1), dtype), positions)
+    turn = compute(theta, positions.unsqueeze(-1), dtype)
+    return each_part(turn, lambda x: over_heads(x, positions))
 
 
-def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+def phases_by_head(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor | Turns:
     """Compute :func:`phases` for theta (H, E) of every head: (H, T, E) or (B, H, T, E)."""
-    turn = phases(positions, theta.flatten(), dtype).unflatten(-1, theta.shape).transpose(-2, -3)
-    return turn.squeeze(1) if positions.dim() == 2 else turn
+
+    def by_head(turn: Tensor) -> Tensor:
+        turn = turn.unflatten(-1, theta.shape).transpose(-2, -3)
+        return turn.squeeze(1) if positions.dim() == 2 else turn
+
+    return each_part(phases(positions, theta.flatten(), dtype), by_head)
 
 
-def _phases(theta: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+def _phases(theta: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor | Turns:
     """Compute exp(i s theta), (..., E), for s (..., 1) or (..., E) in differentiable operations."""
     exact = exact_type(s.device)
     angle = s.to(exact) * theta.to(exact).to(s.device)
-    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+    return complex_of(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 class _Phases(torch.autograd.Function):
@@ -412,7 +427,7 @@ class _Phases(torch.autograd.Function):
 ROTATION = Variant(phi=False)
 
 
-def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, turn: Tensor | Turns) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of x (..., T, D) by the complex ``turn``.
 
     turn: (T, E) or (B, 1, T, E), or one per head, (H, T, E) or (B, H, T, E). The features from 2E
@@ -421,7 +436,7 @@ def rotate_pairs(x: Tensor, turn: Tensor) -> Tensor:
     turned = dispatch.applied(x, turn, ROTATION)
     if turned is not None:
         return turned
-    if x.shape[-1] % 2 or not is_plain(x, turn):
+    if isinstance(turn, Turns) or x.shape[-1] % 2 or not is_plain(x, turn):
         # rows of odd width are not aligned to complex numbers; compilers do not support them
         return rotated(x, turn)
     width = 2 * turn.shape[-1]

@@ -13,6 +13,7 @@ from lrpe_fairseq.encodings.rotations.cores import Rotation
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
 from lrpe_fairseq.encodings.rotations.scaling import scaled
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.kernels.encode.encode import complex_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class FourierSeries(Rotation):
         """
         exact = exact_type(positions.device)
         basis, (a, b) = super().powers(positions, exact), self.coefficients.to(exact)
-        return torch.complex((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
+        return complex_of((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
 
 
 def _cut(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:

@@ -49,6 +49,7 @@ class PermuteFormer(QueryKeyEncoding):
         shared = "permuteformer-shared-permutation" in spec.options.fidelity
         self.register_buffer("permutation", _draw(spec, shared))
         self.cycles = CyclicPowers()
+        self._log_ratios = log_ratios(spec.num_heads) if spec.causal else None
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -76,9 +77,9 @@ class PermuteFormer(QueryKeyEncoding):
 
     def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return log r_h, (H,) float32, all negative; None in a bidirectional model."""
-        if not self.spec.causal:
+        if self._log_ratios is None:
             return None
-        return constant(log_ratios(self.spec.num_heads), torch.float32, torch.device(device))
+        return constant(self._log_ratios, torch.float32, torch.device(device))
 
     def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return the decay of the score; see :meth:`Encoding.form`."""

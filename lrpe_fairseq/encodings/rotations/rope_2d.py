@@ -13,7 +13,7 @@ from lrpe_fairseq.encodings.core.protocols import Card, Encoding, Properties
 from lrpe_fairseq.encodings.rotations.cores import Rotation, bands, phases, phases_by_head
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.kernels.encode.encode import Angles
+from lrpe_fairseq.kernels.encode.encode import Angles, Turns
 
 AXIAL_BASE = 100.0  # of the fixed frequencies (Heo et al., Section 3.2)
 MIXED_BASE = 10.0  # of the initial magnitudes of the mixed frequencies (the authors' code)
@@ -114,7 +114,10 @@ class AxialRotation(Rotation):
     def phases(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the phases of every position: (T, D/2) or (B, 1, T, D/2), complex."""
         axes = axes_of(positions, self.grid_width)
-        return torch.cat([phases(axis, self.angles, dtype) for axis in axes], -1)
+        parts = [phases(axis, self.angles, dtype) for axis in axes]
+        if isinstance(parts[0], Turns):
+            return Turns(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
+        return torch.cat(parts, -1)
 
     def in_kernel(self, device: torch.device) -> Angles:
         """Return the angles; each pair has one of 0 for the axis that does not turn it."""
@@ -145,7 +148,8 @@ class MixedRotation(nn.Module):
         """Return the phases of every head and position: (H, T, E) or (B, H, T, E), complex."""
         row, column = axes_of(positions, self.grid_width)
         turn = phases_by_head(row, self.row, dtype)
-        return turn * phases_by_head(column, self.column, dtype)
+        other = phases_by_head(column, self.column, dtype)
+        return turn.times(other) if isinstance(turn, Turns) else turn * other
 
     def in_kernel(self, device: torch.device) -> Angles:
         """Return the learned angles of rows and columns."""

@@ -13,7 +13,8 @@ from lrpe_fairseq.encodings.core.parameters import Float32Module, drawn
 from lrpe_fairseq.encodings.core.protocols import Card
 from lrpe_fairseq.encodings.rotations.cores import rotate_pairs
 from lrpe_fairseq.encodings.rotations.lrpe import LRPE
-from lrpe_fairseq.kernels.conditions import without_autocast
+from lrpe_fairseq.kernels.conditions import is_transformed, without_autocast
+from lrpe_fairseq.kernels.encode.encode import Turns
 
 DIAGONAL = "tape-diagonal"
 
@@ -109,13 +110,18 @@ class TAPE(LRPE):
         one = like.new_zeros(1, 1, like.shape[2], like.shape[3], dtype=wide)
         one[..., ::2] = 1.0
         turn = self.core.powers(self.check(positions, like), wide)
-        return rotate_pairs(one.expand(len(turn) if turn.dim() == 4 else 1, *like.shape[1:]), turn)
+        batch = turn.shape[0] if turn.dim() == 4 else 1
+        return rotate_pairs(one.expand(batch, *like.shape[1:]), turn)
 
     def turned(self, x: Tensor, e: Tensor) -> Tensor:
         """Return e x for q or k (B, H, T, D) and states (B or 1, H, T, D), in the dtype of x."""
         wide = torch.promote_types(x.dtype, torch.float32)
         even = e.shape[-1] // 2 * 2
-        phases = torch.view_as_complex(e[..., :even].to(wide).unflatten(-1, (-1, 2)).contiguous())
+        parts = e[..., :even].to(wide).unflatten(-1, (-1, 2))
+        if is_transformed():  # compilers generate no code for complex tensors
+            phases = Turns(*parts.unbind(-1))
+        else:
+            phases = torch.view_as_complex(parts.contiguous())
         return rotate_pairs(x.to(wide), phases.expand(len(x), -1, -1, -1)).to(x.dtype)
 
     def update(self) -> StateUpdate:

@@ -71,7 +71,7 @@ class FIRE(LagBias):
 
     def __init__(self, spec: EncodingSpec, width: int = 32, layers: int = 1) -> None:
         super().__init__(spec)
-        self.shared = self.options.fire_shared
+        self.shared, self._length = self.options.fire_shared, self.options.fire_length
         self.width = width
         self._last = PositionCache(BLOCKS)
         self.c = nn.Parameter(torch.full((1,), 0.1, dtype=torch.float32))
@@ -91,7 +91,7 @@ class FIRE(LagBias):
     @property
     def threshold(self) -> Tensor:
         """L, float64 (1,), in tokens."""
-        return (self.threshold_factor.double() * self.options.fire_length).abs()
+        return (self.threshold_factor.double() * self._length).abs()
 
     @property
     def properties(self) -> Properties:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.departures import Departure
 from lrpe_fairseq.encodings.core.forms import LOWEST, Form
-from lrpe_fairseq.encodings.core.networks import as_stored
+from lrpe_fairseq.encodings.core.networks import as_stored, log_sigmoid
 from lrpe_fairseq.encodings.core.options import EncodingSpec
 from lrpe_fairseq.encodings.core.positions import Lags, check_positions, constant
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, ScoreEncoding
@@ -115,7 +115,7 @@ class GrapeAP(ScoreEncoding):
         of_query = q[..., first : first + WIDTH].to(wide) / self.softmax_scale
         of_key = k[..., first + WIDTH :].to(wide)
         slopes = constant(tuple(alibi_slopes(self.spec.num_heads)), wide, q.device)
-        edges = slopes.view(-1, 1, 1) * F.logsigmoid(of_query @ of_key.mT / WIDTH)
+        edges = slopes.view(-1, 1, 1) * log_sigmoid(of_query @ of_key.mT / WIDTH)
         edges = edges.masked_fill(~seen_keys(scores, visible), 0.0)
         later = F.pad(edges, (0, 1))[..., 1:]  # the key's own edge is not on the path
         return scores + later.flip(-1).cumsum(-1).flip(-1).clamp_min(LOWEST).to(scores.dtype)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.forms import Form
+from lrpe_fairseq.encodings.core.networks import log_sigmoid
 from lrpe_fairseq.encodings.core.positions import Lags, check_positions
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, ScoreEncoding
 from lrpe_fairseq.encodings.scores.biases import seen_keys
@@ -65,4 +66,4 @@ class StickBreaking(ScoreEncoding):
         seen = seen_keys(scores, visible, before=1)
         z = scores.to(wide).masked_fill(~seen, torch.finfo(wide).min)
         left = F.pad(F.softplus(z), (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
-        return (F.logsigmoid(z) - left).exp().to(dtype)
+        return (log_sigmoid(z) - left).exp().to(dtype)

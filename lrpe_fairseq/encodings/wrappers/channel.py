@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.core.networks import as_stored
+from lrpe_fairseq.encodings.core.networks import as_stored, log_sigmoid
 from lrpe_fairseq.encodings.core.options import EncodingSpec
 from lrpe_fairseq.encodings.core.parameters import drawn
 from lrpe_fairseq.encodings.core.positions import constant
@@ -46,7 +46,7 @@ class ChannelGate(nn.Module):
         with without_autocast(x):
             down, up, bias = (p.to(wide) for p in (self.down, self.up, self.bias))
             logits = as_stored(lambda x: F.linear(F.linear(x, down), up, bias), x.to(wide))
-            logs = F.logsigmoid(logits) / TEMPERATURE
+            logs = log_sigmoid(logits) / TEMPERATURE
         channels = constant(self.channels, torch.int64, x.device)
         return logs.unflatten(-1, (self.heads, -1)).transpose(1, 2)[..., channels]
 

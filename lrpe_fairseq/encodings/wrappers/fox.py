@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_fairseq.encodings.core.networks import as_stored
+from lrpe_fairseq.encodings.core.networks import as_stored, log_sigmoid
 from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import drawn
 from lrpe_fairseq.encodings.core.protocols import Card, Encoding, Properties, QueryKeyEncoding
@@ -40,7 +40,7 @@ class ForgetGate(nn.Module):
         with without_autocast(x):
             weight, bias = self.weight.to(wide), self.bias.to(wide)
             logits = as_stored(lambda x: F.linear(x, weight, bias), x.to(wide))
-            return F.logsigmoid(logits).transpose(1, 2)
+            return log_sigmoid(logits).transpose(1, 2)
 
 
 class FoX(Unchanged):

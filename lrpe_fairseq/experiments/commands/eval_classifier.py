@@ -17,7 +17,7 @@ from lrpe_fairseq.experiments.runner.predictions import predictions
 from lrpe_fairseq.image_files import rows_and_columns
 from lrpe_fairseq.tasks import images
 
-CLASSIFIERS = ("lrpe_classifier", "lrpe_vit")
+CLASSIFIERS = ("lrpe_classifier", "lrpe_vit", "lrpe_cct")
 INPUTS, LABELS = "input0/dict.txt", "label/dict.txt"
 
 

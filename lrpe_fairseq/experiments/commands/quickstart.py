@@ -73,6 +73,13 @@ def show(finished: Sequence[TrainingRun]) -> None:
     counts = counted(finished[0])
     listed = ", ".join(f"{name} {value:.2f}" for name, value in counts.items())
     print(f"\nModified Kneser-Ney of the same text, for comparison: {listed}")
+    if min(counts.values()) < min(
+        min(view.cells[row].values()) for view in views for row in view.rows
+    ):
+        print(
+            "In these minutes no model beats n-grams that have counted as many characters; longer "
+            "trainings do (results/budget.md)."
+        )
     best = min(finished, key=lambda run: measured[run.name]["metrics"]["test"][BLOCKS]["ppl"])
     print(f"\n{best.name} writes:\n{sample(best)}\n")
     rows = {name: [value] for name, value in counts.items()}

@@ -36,6 +36,7 @@ from lrpe_fairseq.experiments.records.files import (
     require_writable,
 )
 from lrpe_fairseq.experiments.records.tables import Table
+from lrpe_fairseq.experiments.report.methods import rows_named
 from lrpe_fairseq.experiments.runner import estimate, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace
@@ -176,7 +177,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("table", help="a file of configs/tables, without .yaml")
-    add("--rows", nargs="+", metavar="ROW", help="row labels (default: all)")
+    add("--rows", nargs="+", metavar="ROW", help="names of rows or of encodings (default: all)")
     add("--columns", nargs="+", metavar="TITLE", help="titles of columns (default: all)")
     add("--attention", nargs="+", metavar="TYPE", choices=("linear", "softmax"))
     add("--datasets", nargs="+", metavar="DATA", help="data sets of a table with several of them")
@@ -261,9 +262,10 @@ def _select(table: Table, options: argparse.Namespace) -> list[TrainingRun]:
     Raises: ValueError if there is none.
     """
     table = table.at(options.scale)
-    labels = options.rows or [row.label for row in table.rows]
     _check_options(options)
-    part = dataclasses.replace(table, rows=[table.row(label) for label in dict.fromkeys(labels)])
+    named = [row for name in options.rows or () for row in rows_named(table, name)]
+    rows = {row.label: row for row in named or table.rows}
+    part = dataclasses.replace(table, rows=list(rows.values()))
     # Tables that only select options have a seed that no page reports.
     seeds = table.seeds or range(1, options.seeds + 1)
     selected = runs(part, options.scale, seeds)

@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.runs import BY_HAND
 from lrpe_fairseq.experiments.records.tables import file_name
+from lrpe_fairseq.experiments.report.methods import row_named
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.devices import Devices, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import locked
@@ -79,7 +80,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     table = argparse.SUPPRESS if script else "a file of configs/tables, without .yaml"
     add = parser.add_argument
     add("table", help=table)
-    add("row", help="a label of the table, such as Base")
+    add("row", help="a row, such as RoPE or rope")
     add("attention", help="a type, or the pattern of the row")
     add("changes", nargs="*", default=[], metavar="key=value", help="such as model.dropout=0.2")
     add("--scale", help="default: paper, or the first one of the table")
@@ -97,7 +98,7 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     Raises: ValueError for an unknown row, attention or setting.
     """
     table = families.load_named(options.table)
-    row = table.row(options.row)
+    row = row_named(table, options.row)
     if options.attention not in row.attention:
         raise ValueError(f"{row.label} supports only {' and '.join(row.attention)} attention")
     # The scripts are those of the paper's tables; run_table is the command for small scales.

@@ -1,9 +1,10 @@
 """Long texts with facts hidden in them, and a question at the end: passkey, keys, variables.
 
 The text around the facts is generated: each word has a few words that may follow it. A sample ends
-with the question and its answer, whose digits are scored. The depth of a fact is the fraction of
-the surrounding text that comes before it. The tasks are those of RULER (Hsieh et al., 2024) in a
-small vocabulary: a needle, one needle of several, and variable tracking.
+with the question and its answer, whose digits are scored. No digit occurs twice in the facts of a
+sample, so a given digit names the next one, and models of two layers learn the tasks. The depth of
+a fact is the fraction of the surrounding text that comes before it. The tasks are those of RULER
+(Hsieh et al., 2024) in a small vocabulary: a needle, one needle of several, and variable tracking.
 """
 
 import itertools
@@ -47,23 +48,24 @@ def surroundings(rng: RandomState, count: int) -> list[str]:
     return found
 
 
-def digits(rng: RandomState, count: int) -> Fact:
-    """Draw ``count`` digits."""
-    return tuple(DIGITS[n] for n in rng.randint(len(DIGITS), size=count))
+def values(rng: RandomState, count: int, size: int) -> list[Fact]:
+    """Draw ``count`` values of ``size`` digits; all of their digits are different."""
+    drawn = [DIGITS[n] for n in rng.permutation(len(DIGITS))[: count * size]]
+    return [tuple(drawn[n : n + size]) for n in range(0, count * size, size)]
 
 
 def passkey(rng: RandomState) -> Hidden:
     """One fact ``passkey`` and five digits; the question is ``passkey?``."""
-    answer = digits(rng, PASSKEY_DIGITS)
+    [answer] = values(rng, 1, PASSKEY_DIGITS)
     return Hidden([[("passkey", *answer)]], ("passkey?",), answer)
 
 
 def keys(rng: RandomState) -> Hidden:
     """Four facts ``value-of key`` and two digits; the question is ``value-of? key`` of one."""
     chosen = [f"k{n + 1}" for n in rng.permutation(KEYS)[:PAIRS]]
-    values = [digits(rng, VALUE_DIGITS) for _ in chosen]
-    facts = [[("value-of", key, *value)] for key, value in zip(chosen, values, strict=True)]
-    return Hidden(facts, ("value-of?", chosen[0]), values[0])
+    drawn = values(rng, PAIRS, VALUE_DIGITS)
+    facts = [[("value-of", key, *value)] for key, value in zip(chosen, drawn, strict=True)]
+    return Hidden(facts, ("value-of?", chosen[0]), drawn[0])
 
 
 def variables(rng: RandomState) -> Hidden:
@@ -72,13 +74,13 @@ def variables(rng: RandomState) -> Hidden:
     The answer is the value at the start of the chain of z, its last variable.
     """
     names = [f"x{n + 1}" for n in rng.permutation(VARIABLES)]
-    size, values, chains = COPIES + 1, [], []
-    for first in range(0, CHAINS * size, size):
+    size, chains = COPIES + 1, []
+    drawn = values(rng, CHAINS, VALUE_DIGITS)
+    for first, value in zip(range(0, CHAINS * size, size), drawn, strict=True):
         chain = names[first : first + size]
-        values.append(digits(rng, VALUE_DIGITS))
         copies = [("copy", new, old) for old, new in itertools.pairwise(chain)]
-        chains.append([("set", chain[0], *values[-1]), *copies])
-    return Hidden(chains, ("get?", names[COPIES]), values[0])
+        chains.append([("set", chain[0], *value), *copies])
+    return Hidden(chains, ("get?", names[COPIES]), drawn[0])
 
 
 def hide(

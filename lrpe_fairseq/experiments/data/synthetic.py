@@ -76,7 +76,7 @@ SCALES = {
     "small": Scale(
         {"train": 64_000, "valid": 512, "test": 256},
         {"copy": 16, "reverse": 16, "mqar": 64, "mqrar": 64, "flip-flop": 128, "counting": 32,
-         "grid": 8, "passkey": 128, "keys": 128, "variables": 128},
+         "grid": 8, "passkey": 64, "keys": 64, "variables": 64},
         symbols=20, keys=32, most=10, width=8, colors=8,
     ),
     "tiny": Scale(

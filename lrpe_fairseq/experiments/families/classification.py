@@ -39,7 +39,10 @@ class ClassificationRun(TrainingRun):
         "lra-pathfinder32": "data-prep/lra/prepare.py pathfinder",
         "lra-image": "data-prep/lra/prepare.py image",
         "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
+        "retrieval-64-128": "data-prep/retrieval/prepare.py",
         "imagenet": "data-prep/imagenet/prepare.py",
+        "cifar10": "data-prep/cifar10/prepare.py",
+        "cifar10-jpeg": "data-prep/cifar10/prepare.py --jpeg",
     }
     curve: ClassVar[str] = "valid_accuracy"
     next_step: ClassVar[str] = "evaluate with: scripts/eval_classifier.sh {best} {data}"

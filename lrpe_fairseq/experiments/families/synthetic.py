@@ -13,6 +13,7 @@ from typing import ClassVar
 from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, parse_validation
+from lrpe_fairseq.experiments.records.protocols import BLOCKS, Protocol
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -23,6 +24,7 @@ WHOLE_PROTOCOL = (
     "is the fraction of sequences without a wrong scored token, token_accuracy that of the scored "
     "tokens; loss is in bits per scored token."
 )
+SCALED_PROTOCOL = "{whole} {scaling} scales the rotations, for this evaluation only, by {factor:g}."
 MAX_TOKENS = 4096  # tokens per batch of an evaluation
 
 
@@ -41,14 +43,46 @@ class SyntheticRun(TrainingRun):
     always: ClassVar[Evaluations] = (("valid", WHOLE),)
 
     def measure(self, run: Shell) -> Run:
-        """Return accuracies and loss of every split of ``evaluations``, in one process."""
-        log = self.folder / "eval.log"
-        # In one process: starting Python takes longer than these tests.
-        splits = [split for split, _ in self.evaluations]
-        options = ("--max-tokens", str(MAX_TOKENS))
-        run(self.validation("lrpe_synthetic", ",".join(splits), *options), log)
-        metrics = {split: {WHOLE: read_accuracy(log, self.data, split)} for split in splits}
-        return {"metrics": metrics, "protocol": {WHOLE: WHOLE_PROTOCOL}}
+        """Return accuracies and loss of every split of ``evaluations``.
+
+        Protocols are ``whole`` and, with rotations that are scaled for the evaluation, such as
+        ``whole+yarn-4``. Each is evaluated in one process.
+        """
+        metrics: Run = {split: {} for split, _ in self.evaluations}
+        names = list(dict.fromkeys(name for _, name in self.evaluations))
+        for name in names:
+            # In one process: starting Python takes longer than these tests.
+            splits = [split for split, of_split in self.evaluations if of_split == name]
+            overrides = scaling_of(name).overrides(self.trained)
+            scaled = ("--model-overrides", str(overrides)) if overrides else ()
+            options = ("--max-tokens", str(MAX_TOKENS), *scaled)
+            log = self.folder / f"eval-{name}.log"
+            run(self.validation("lrpe_synthetic", ",".join(splits), *options), log)
+            for split in splits:
+                metrics[split][name] = read_accuracy(log, self.data, split)
+        return {"metrics": metrics, "protocol": {name: sentence(name) for name in names}}
+
+    @property
+    def trained(self) -> int:
+        """The training length in tokens."""
+        return int(manifest(self.data)["length"])
+
+
+def scaling_of(name: str) -> Protocol:
+    """Return the scaling of rotations of a protocol. Raises: ValueError for an unknown protocol."""
+    whole, plus, scaled = name.partition("+")
+    if whole != WHOLE:
+        raise ValueError(f"there is no protocol {name!r}: use {WHOLE}, or {WHOLE}+yarn-4")
+    # Protocols of language models name scalings in the same way.
+    return Protocol.parse(BLOCKS + plus + scaled)
+
+
+def sentence(name: str) -> str:
+    """Return what a protocol does, in a sentence or two."""
+    scaled = scaling_of(name)
+    if scaled.scaling == "none":
+        return WHOLE_PROTOCOL
+    return SCALED_PROTOCOL.format(whole=WHOLE_PROTOCOL, **vars(scaled))
 
 
 def read_accuracy(log: Path, data: Path, split: str) -> dict[str, float]:

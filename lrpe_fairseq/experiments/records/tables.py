@@ -39,8 +39,9 @@ class Column:
     ``tokens_per_second``. dataset: only runs on this data set (for columns that differ in it);
     ``reverse`` also stands for ``reverse-small`` at scale small. config: a training configuration
     in place of the scale's; the column then names its data set. scales: the scales with this
-    column, for example those whose data have the split; default all. overrides: options that
-    differ. best_over: an option; of each seed's runs that differ in it only the best counts.
+    column, for example those whose data have the split; default all. rows: labels of the rows with
+    this column; default all. overrides: options that differ. best_over: an option; of each seed's
+    runs that differ in it only the best counts.
     best_by: split, protocol, metric and ``better`` of the number that selects it, instead of the
     column's own metric. rates: learning rates instead of the table's. mean_of: keys of the columns
     that this one averages, instead of a metric. paper: the published cell: ``file`` and the values
@@ -57,6 +58,7 @@ class Column:
     dataset: str = ""
     config: str = ""
     scales: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
     overrides: Options = field(default_factory=dict)
     best_over: str = ""
     best_by: dict[str, str] = field(default_factory=dict)
@@ -72,12 +74,12 @@ class Column:
 class Row:
     """One method.
 
-    label: its name, also on the command line. encoding: our public name, or a pattern over the
-    layers. attention: the types with cells in this row; in a column with :data:`ANY` one type or
-    pattern. overrides: options that differ. without: keys of columns without a cell in
-    this row. method: its label in the published table, one for all columns or by column key;
-    without it there is no published number. paper: further columns of the published cell, with
-    their values.
+    label: its name; the command line takes others, too (``report.methods``). encoding: our public
+    name, or a pattern over the layers. attention: the types with cells in this row; in a column
+    with :data:`ANY` one type or pattern. overrides: options that differ. without: keys of columns
+    without a cell in this row. method: its label in the published table, one for all columns or by
+    column key; without it there is no published number. paper: further columns of the published
+    cell, with their values.
     """
 
     label: str
@@ -90,11 +92,31 @@ class Row:
 
     def has(self, column: Column) -> bool:
         """True if the row has a cell in ``column``."""
-        return column.attention in (ANY, *self.attention) and column.key not in self.without
+        shown = column.attention in (ANY, *self.attention) and column.key not in self.without
+        return shown and self.label in (column.rows or [self.label])
 
     def attention_in(self, column: Column) -> str:
         """Return the attention type, or the pattern, of the row's cell in ``column``."""
         return self.attention[0] if column.attention == ANY else column.attention
+
+
+@dataclass(frozen=True)
+class Map:
+    """A picture with a panel for every row: columns of the table over two axes.
+
+    name: in the picture's file name. cells: what is added to the row's name in a panel's title ->
+    the keys of its columns, with ``{x}`` and ``{y}``. x, y: the values of the axes, as in the keys.
+    """
+
+    name: str
+    cells: dict[str, str]
+    x: list[Any]
+    y: list[Any]
+
+    def keys(self) -> list[str]:
+        """Return the keys that the map may show; a panel may lack some of them."""
+        places = itertools.product(self.cells.values(), self.x, self.y)
+        return [cell.format(x=x, y=y) for cell, x, y in places]
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which caches need
@@ -118,7 +140,8 @@ class Table:
     that shows it; default: its own. headline: keys of the columns that the page shows,
     the index and the figure against the paper use, by default the first of each attention type; at
     most one of each, unless compare is ``columns``. compare: ``rows`` of a column with each other,
-    or ``columns`` of a row with the first headline.
+    or ``columns`` of a row with the first headline. maps: further pictures of the page. curves:
+    true if the page shows the validation curves of the trainings.
     """
 
     name: str
@@ -142,6 +165,8 @@ class Table:
     headline: list[str] = field(default_factory=list)
     compare: str = "rows"
     page: str = ""
+    maps: list[Map] = field(default_factory=list)
+    curves: bool = False
 
     def at(self, scale: str) -> "Table":
         """Return the table with the columns and rows of one scale."""
@@ -191,6 +216,7 @@ def load_table(path: Path) -> Table:
         usual = {"better": content.get("better", "")}
         content["columns"] = _by_attention([Column(**{**usual, **each}) for each in columns])
         content["rows"] = [Row(**row) for row in content.get("rows", [])]
+        content["maps"] = [Map(**each) for each in content.get("maps", [])]
         table = Table(**content)
         _check(table)
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -282,7 +308,8 @@ def _check(table: Table) -> None:
     keys += [row.method for row in table.rows if isinstance(row.method, dict)]
     for key in itertools.chain(*keys):
         table.column(key)
-    for label in [table.baseline, *itertools.chain(*table.rows_of.values())]:
+    of_columns = itertools.chain(*(column.rows for column in table.columns))
+    for label in [table.baseline, *itertools.chain(*table.rows_of.values()), *of_columns]:
         table.row(label)
 
 

@@ -13,10 +13,11 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.tables import ANY, Table
-from lrpe_fairseq.experiments.report import evidence, markdown, orders, plots, speed
+from lrpe_fairseq.experiments.report import documents, evidence, markdown, orders, plots, speed
+from lrpe_fairseq.experiments.report import pages as tables
 from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.results import Results, results_of
-from lrpe_fairseq.experiments.report.sheets import Wanted
+from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
 LENGTHS = {"extrapolation": (128, 256, 512, 1024, 2048), "books": (512, 1024, 2048, 4096, 8192)}
@@ -34,11 +35,10 @@ GROUPS = {
     "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "angles", "contrast",
                         "budget", "medium", "books", "tmlr-table2", "tmlr-table5", "table5",
                         "hybrid-lm", "packed", "context-scaling", "parts", "dependent"],
-    "Masked language models and GLUE": ["table8", "table3", "budget-mlm", "tmlr-table1-pretrain",
-                                        "tmlr-table1"],
+    "Masked language models and GLUE": ["table8", "table3", "tmlr-table1-pretrain", "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
-    "Classification and images": ["images", "listops", "tmlr-table4", "tmlr-table3"],
-    "Synthetic tasks": ["synthetic", "grid", "hybrid-mqar", "tracking"],
+    "Classification and images": ["images", "listops", "ape-cifar10", "tmlr-table4", "tmlr-table3"],
+    "Synthetic tasks": ["synthetic", "long-context", "hybrid-mqar", "tracking"],
 }  # fmt: skip
 
 
@@ -91,12 +91,39 @@ def answer(root: Path) -> str:
     return markdown.rendered("answer.md.j2", **_values(results)) if _is_measured(results) else ""
 
 
+def quickstart(root: Path) -> str:
+    """Return what README says of the quickstart: its table and a text that its best model wrote."""
+    results = results_of(root)
+    sheets = results.sheets_of("quickstart")
+    if not sheets:
+        return ""
+    written = read_json(root / "results" / "bench" / "quickstart-sample.json")
+    views = results.headlines(sheets[0])
+    return markdown.rendered(
+        "quickstart.md.j2",
+        expect=expect,
+        views=views,
+        grid=tables.grid(sheets[0].table, views),
+        sample=written,
+        method=views[0].names[written["row"]],
+        learned=results.column("budget", "softmax-16200", "annealed"),
+        characters=_tokens_read(sheets[0]),
+    )
+
+
+def _tokens_read(sheet: Sheet) -> int:
+    """Return the tokens that each training of a sheet has read."""
+    config = next(iter(sheet.runs.values()))["config"]
+    return int(config["optimization.max_update"]) * int(config["dataset.max_tokens"])
+
+
 def _values(results: Results) -> dict[str, Callable]:
     """Return what both templates call."""
     return {
         "expect": expect,
         "column": results.column,
         "has": partial(has, results),
+        "not_trained": partial(evidence.not_trained, results),
         "of_ngrams": evidence.of_ngrams,
         "unbeaten": evidence.unbeaten,
         "best_of": evidence.best_of,
@@ -176,6 +203,7 @@ def index(results: Results) -> str:
         if (listed := [results.tables[name] for name in names if results.sheets_of(name)])
     }
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
+    values["documents"] = documents.table_of_tables(results)
     path = results.root / "results" / "false-orders.json"
     values["false_orders"] = read_json(path) or None
     return markdown.rendered("results.md.j2", **values)
@@ -261,7 +289,10 @@ def _of_ngrams(views: list[tuple[int, ColumnView]]) -> dict[str, list[plots.Poin
 
 def draw_speed(path: Path, results: Results) -> None:
     """Draw validation perplexity over training speed on a GPU, a panel per attention type."""
-    x, y = "training speed on a GPU over Base's (*: before the flash kernel)", "perplexity"
+    x, y = (
+        "training speed on a GPU, relative to no encoding (*: before the flash kernel)",
+        "perplexity",
+    )
     panels = []
     for attention in ("linear", "softmax"):
         view = results.column(CATALOGUE, f"{attention}-valid")

@@ -15,7 +15,7 @@ from lrpe_fairseq.experiments.records.console import command, refused_without
 from lrpe_fairseq.experiments.records.files import ROOT
 
 try:
-    from lrpe_fairseq.experiments.report import choosing, data, gallery, pages, sheets, speed
+    from lrpe_fairseq.experiments.report import choosing, data, drift, gallery, pages, sheets, speed
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
@@ -25,6 +25,7 @@ Draw = Callable[[Path], None]
 """Draws a picture to a path."""
 PARTS: dict[str, ModuleType] = {
     "results": pages,
+    "drift": drift,
     "choosing": choosing,
     "marked": gallery,
     "speed": speed,

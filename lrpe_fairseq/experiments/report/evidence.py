@@ -168,6 +168,43 @@ def learned(view: ColumnView, rows: Sequence[str]) -> str:
     return f"{word}, {best:.1f} against {ngrams:.1f}"
 
 
+LARGER = {
+    "language model": {
+        "contrast": ("long", "16,200 updates on WikiText-2"),
+        "medium": ("medium", "4 x 192 on 20 M tokens of books"),
+        "books": ("books", "6 x 512 on 49 M tokens of books"),
+    },
+    "translation": {"table4": ("paper", "6+6 x 512 on WMT'14")},
+}
+"""Task -> larger scales of its tables: table -> scale and what it trains."""
+
+
+def not_trained(
+    results: Results, attention: str, compared: Sequence[str], task: str = "language model"
+) -> str:
+    """Say at which larger scales methods were not compared; empty if they were at all of them.
+
+    compared: names of methods, as in tables.
+    """
+    lacking = [
+        words
+        for table, (scale, words) in LARGER[task].items()
+        if not set(compared) <= _trained(results, table, scale, attention)
+    ]
+    return f"Not trained: {'; '.join(lacking)}." if lacking else ""
+
+
+def _trained(results: Results, table: str, scale: str, attention: str) -> set[str]:
+    """Return the methods of a table that have values at a scale with an attention type."""
+    views = [
+        view
+        for column in results.tables[table].columns
+        if column.attention == attention
+        and (view := column_of(results, table, scale, column.key)) is not None
+    ]
+    return {view.names[row] for view in views for row in view.ranked()}
+
+
 # --- sentences -----------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots
+from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots, pretrained, scale
 from lrpe_fairseq.experiments.report.pages import verdict
 from lrpe_fairseq.experiments.report.results import results_of
 
@@ -62,7 +62,7 @@ TOKENS, CONTENTS = 24, 32
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of every page with its marked parts rendered anew."""
     marked = {
-        "README.md": {"answer": choosing.answer(root)},
+        "README.md": {"answer": choosing.answer(root), "quickstart": choosing.quickstart(root)},
         "docs/encodings.md": {
             "encodings": encodings_table(),
             "gallery": entries(),
@@ -73,7 +73,13 @@ def pages(root: Path) -> dict[str, str]:
             "measured": departures_measured(root),
         },
         "docs/installing.md": {"versions": versions_table(root)},
-        "docs/huggingface.md": {"families": families_table(root)},
+        "docs/huggingface.md": {"families": families_table(root), **pretrained.parts(root)},
+        "docs/fairseq.md": {
+            "criteria": scale.criteria_table(root),
+            "bytes": scale.bytes_table(root),
+            "times": scale.times_table(root),
+        },
+        "docs/running.md": {"hours": scale.hours_table(root), "batches": scale.batches_table(root)},
     }
     texts = {path: (root / path).read_text(encoding="utf-8") for path in marked}
     for path, parts in marked.items():

@@ -1,11 +1,12 @@
-"""The names of methods on pages: those of the command line."""
+"""The names of methods on pages: those of the command line. Commands find rows by them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lrpe_fairseq import patterns
 from lrpe_fairseq.encodings import ENCODINGS, canonical_name, unwrapped
-from lrpe_fairseq.experiments.records.tables import ANY, Table, short
+from lrpe_fairseq.errors import did_you_mean
+from lrpe_fairseq.experiments.records.tables import ANY, Row, Table, short
 
 UNNAMED = {
     "model.attention_normalizer", "model.encoder.attention_normalizer",
@@ -58,3 +59,46 @@ def names(table: Table) -> dict[str, str]:
         + (f" ({row.attention[0]})" if has_attention else "")
         for row in table.rows
     }
+
+
+def rows_named(table: Table, name: str) -> list[Row]:
+    """Return the rows of a table that a user means by ``name``.
+
+    It is a label in any case (``RoPE``, ``rope``), the name of a method on pages (``lrpe-type2,
+    layernorm``) or that of an encoding, which stands for all of its rows. The first of these that
+    the table has decides. Raises: ValueError, with the nearest name or all labels, for any other.
+    """
+    shown = names(table)
+    readings = (
+        [row for row in table.rows if row.label == name],
+        [row for row in table.rows if row.label.casefold() == name.casefold()],
+        [row for row in table.rows if shown[row.label] == name],
+        [row for row in table.rows if _same_encoding(row.encoding, name)],
+    )
+    if found := next(filter(None, readings), []):
+        return found
+    known = [row.label for row in table.rows]
+    near = did_you_mean(name, [*known, *shown.values()])
+    raise ValueError(
+        f"table {table.name} has no row {name!r}{near or '; it has ' + '; '.join(known)}"
+    )
+
+
+def row_named(table: Table, name: str) -> Row:
+    """Return the row that a user means by ``name``; see :func:`rows_named`.
+
+    Raises: ValueError if there is none, or several of them.
+    """
+    found = rows_named(table, name)
+    if len(found) > 1:
+        labels = "; ".join(row.label for row in found)
+        raise ValueError(f"table {table.name} has several rows of {name}: choose one of {labels}")
+    return found[0]
+
+
+def _same_encoding(encoding: str, name: str) -> bool:
+    """True if ``name`` is an encoding, or a pattern over layers, that equals ``encoding``."""
+    if not all(value.strip() for value in name.split(",")):
+        return False
+    wanted = patterns.canonical(name, canonical_name)
+    return patterns.canonical(encoding, canonical_name) == wanted

@@ -5,7 +5,10 @@ A page has a verdict per column, one picture, one table, and what it rests on. T
 """
 
 import functools
+import itertools
 import math
+import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ import pandas as pd
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
+    curves,
+    drift,
+    maps,
     markdown,
     orders,
     pairs,
@@ -30,8 +36,12 @@ from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 FOLDER = "results"
 FEWEST = 4
 """Smallest number of rows of a picture."""
+ORDERED = 0.2
+"""A column orders its rows if at least this share of their pairs has an order."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 """Columns of the frame that name a cell."""
+UPDATES = re.compile(r"\d+(,\d{3})*")
+"""Title of a column that is a number of updates."""
 VERDICT = ["verdict", "difference", "low", "high"]
 """Columns of a CSV file on a cell against the baseline, in %, points or BLEU."""
 
@@ -53,12 +63,15 @@ def pages(root: Path) -> dict[str, str]:
             view for t in tables for s in results.sheets_of(t.name) for view in results.headlines(s)
         ]
         main = results.tables.get(name)
+        # The table of the page comes before those that share it.
+        tables.sort(key=lambda table: table.name != name)
         texts[f"{FOLDER}/{name}.md"] = markdown.rendered(
             "table.md.j2",
             title=main.title if main else name.capitalize(),
             sections=[_section(results, table) for table in tables],
             clamped=speed.clamped(root),
             pairs=pairs.section(root),
+            drift=drift.PICTURE if drift.measured(root) else "",
             signs=any(table.compare == "rows" for table in tables),
             ngrams=any(view.yardstick for view in views),
         )
@@ -69,12 +82,15 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     """Return path -> function that draws the picture of every group, or of the wanted ones."""
     results = results_of(root)
     every = [(sheet, results.headlines(sheet)) for sheet in results.sheets if wanted(sheet)]
-    return {
+    drawn = {
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
         # A picture of two rows says less than the table.
         if has_picture(views)
     }
+    for sheet, _ in every:
+        drawn |= maps.pictures(results, sheet, FOLDER) | curves.pictures(results, sheet, FOLDER)
+    return drawn
 
 
 def _section(results: Results, table: Table) -> dict[str, Any]:
@@ -85,7 +101,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     folders = sorted({name.split("/")[0] for name in runs})
     return {
         "table": table,
-        "groups": [_group(x, views) for x in sheets if (views := results.headlines(x))],
+        "groups": [_group(results, x, views) for x in sheets if (views := results.headlines(x))],
         "runs": len(runs),
         "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
         "machines": markdown.listed(machines),
@@ -93,15 +109,18 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     }
 
 
-def _group(sheet: Sheet, views: list[ColumnView]) -> dict[str, str]:
+def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str, Any]:
     """Return what a page shows of a comparable group of runs."""
     return {
         "scale": sheet.scale,
         "dataset": sheet.dataset,
         "verdict": verdict(sheet.table, views),
         "picture": picture(sheet) if has_picture(views) else "",
-        "caption": "Ours against the paper" if _against_paper(views) else "Values",
+        "caption": _caption(views),
+        "note": _note(sheet, views),
         "grid": grid(sheet.table, views),
+        "maps": maps.names(results, sheet),
+        "curves": curves.names(results, sheet),
     }
 
 
@@ -130,7 +149,7 @@ def _rows(table: Table, view: ColumnView) -> str:
     # Not "the best": seeds do not tell these apart.
     names = _some([view.named(row) for row in view.unbeaten])
     text = f"{_place(view)}, {view.seed_span}: no row is better than {names}."
-    return text + _against_baseline(view, table.baseline) + rank_correlation(view)
+    return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
 def _against_baseline(view: ColumnView, base: str) -> str:
@@ -150,6 +169,27 @@ def _against_baseline(view: ColumnView, base: str) -> str:
     text = f" Against the baseline {view.named(base)}: {markdown.listed(counts)}."
     which = "one" if len(verdicts[orders.UNRESOLVED]) == 1 else "ones"
     return text + (f" {_unresolved(visible, view, which)}" if visible else "")
+
+
+def _ordered(view: ColumnView) -> str:
+    """Say how many pairs of rows have an order: of the paper's, or of all where few have one.
+
+    A correlation with the paper means little where hardly a pair has an order. The baseline is left
+    out.
+    """
+    rows = [row for row in view.ranked() if row != view.table.baseline]
+    printed = [row for row in rows if row in view.paper and view.column.comparable]
+    of_paper = len(printed) >= FEWEST
+    chosen = printed if of_paper else rows
+    pairs_ = list(itertools.combinations(chosen, 2))
+    known = sum(view.mark(a, b) in (orders.BETTER, orders.WORSE) for a, b in pairs_)
+    few = known < ORDERED * len(pairs_)
+    if len(chosen) < FEWEST or not (of_paper or few):
+        return ""
+    whose = "the paper's other rows" if of_paper else "other rows"
+    verb = "has" if known < 2 else "have"
+    text = f" Of the {len(pairs_)} pairs of {whose}, {known or 'none'} {verb} an order."
+    return text + (" This column cannot order them." if few else "")
 
 
 def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:
@@ -358,10 +398,74 @@ def _against_paper(views: Iterable[ColumnView]) -> list[ColumnView]:
     ]
 
 
+def _by_updates(views: Iterable[ColumnView]) -> list[plots.Panel]:
+    """Return curves over the updates of training, a panel per attention; empty for other columns.
+
+    The columns have the numbers of updates as titles; at least two of one attention are full.
+    """
+    by_attention: dict[str, list[ColumnView]] = {}
+    for view in views:
+        if not UPDATES.fullmatch(view.column.title):
+            return []
+        if len(view.ranked()) >= FEWEST:
+            by_attention.setdefault(view.column.attention, []).append(view)
+    if max(map(len, by_attention.values()), default=0) < 2:
+        return []
+    return [
+        plots.Panel(
+            f"{attention} attention",
+            "updates of training",
+            _curves(several),
+            plots.axis(several[0]),
+        )
+        for attention, several in by_attention.items()
+    ]
+
+
+def _curves(views: list[ColumnView]) -> dict[str, list[plots.Point]]:
+    """Return the curves of rows and n-grams over the updates, which are the columns' titles."""
+    at = [(float(view.column.title.replace(",", "")), view) for view in views]
+    names = views[0].names
+    curves = {
+        names[row]: [
+            plots.point(x, list(view.cells[row].values())) for x, view in at if row in view.ranked()
+        ]
+        for row in views[0].ranked()
+    }
+    for name, metric in ((plots.NGRAMS, "ppl"), (plots.CACHED, "cache-ppl")):
+        known = [plots.point(x, [view.yardstick[metric]]) for x, view in at if view.yardstick]
+        curves |= {name: known} if known else {}
+    return curves
+
+
+def _caption(views: list[ColumnView]) -> str:
+    """Return what a picture shows, for those who do not see it."""
+    if _by_updates(views):
+        return "Values by updates of training"
+    return "Ours against the paper" if _against_paper(views) else "Values"
+
+
+def _note(sheet: Sheet, views: list[ColumnView]) -> str:
+    """Return the sentences below a picture: what it shows, and what it does not."""
+    if _by_updates(views):
+        return "Every point is a training of its own. Grey dashes: n-grams of as many tokens."
+    if not _against_paper(views):
+        return "Points are means over seeds; lines go from the lowest to the highest seed."
+    said = (
+        f"Each point is a method: the paper's value and ours at scale `{sheet.scale}`. Models, "
+        "data and trainings differ from the paper's, so only orders can be compared."
+    )
+    one_seed = all(view.is_open for view in views if view.ranked())
+    return said + (" Ours have one seed, so these orders may be chance." if one_seed else "")
+
+
 def _draw(path: Path, views: list[ColumnView]) -> None:
     """Draw our numbers over the published ones, or else all rows of every column."""
+    if budgets := _by_updates(views):
+        means = [mean for x in budgets for curve in x.rows.values() for _, mean, *_ in curve]
+        plots.lines(path, budgets, most=plots.LONG * statistics.median(means))
     # Where a paper has numbers, the question is whether ours follow them.
-    if paper := _against_paper(views):
+    elif paper := _against_paper(views):
         plots.points(path, [_panel_against_paper(view) for view in paper])
     else:
         plots.dots(path, [_panel(view) for view in views if len(view.ranked()) >= FEWEST])

@@ -4,8 +4,10 @@ A picture is a function of a path. The bytes depend only on the content and the 
 libraries.
 """
 
+import itertools
 import logging
 import math
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +48,12 @@ GREY = {
 }
 """Styles of the yardsticks: no method is grey."""
 LONG = 2.0
-"""A panel of perplexities whose largest is this many times the smallest is logarithmic."""
+"""A panel of perplexities whose largest is this many times the smallest is logarithmic.
+
+A perplexity that is this many times the third quartile is written at the edge of the panel.
+"""
+LINE = 0.038
+"""Height of a name beside a curve, as a part of the panel's."""
 TICKS = {
     2.5: (1, 1.2, 1.4, 1.7, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
     5: (1, 1.5, 2, 3, 4, 6, 8),
@@ -163,66 +170,241 @@ def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, li
 
 
 def dots(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw a row per method: mean, and a line over the seeds. rows: method -> their values."""
+    """Draw a row per method: mean, and a line over the seeds. rows: method -> their values.
+
+    Panels that differ in the attention type only have one range. A value far beyond the others
+    stands as a number at the edge.
+    """
     labels = [[name.replace(" (", "\n(") for name in panel.rows] for panel in panels]
     # Labels with a second line need twice the height.
     tallest = max(len("\n".join(names).splitlines()) for names in labels)
     figure, every = _axes(panels, 5.2, 1.2 + 0.2 * tallest)
     shown = _styles_of(panels)
     for axes, panel, names in zip(every, panels, labels, strict=True):
+        most = _most(_of_pair(panels, panel), panel.kind)
         points = [point(0, values) for values in panel.rows.values()]
         for place, (method, (_, mean, low, high)) in enumerate(
             zip(panel.rows, points, strict=True)
         ):
             spread = [[mean - low], [high - mean]]
-            axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **shown[method])
+            style = shown[method]
+            if mean > most:
+                _leaving(axes, place, mean, style["color"])
+            else:
+                axes.errorbar([mean], [place], xerr=spread, markersize=5, linewidth=1, **style)
         axes.set_yticks(range(len(points)), names, fontsize=8)
         # The first row on top, as in the table.
         axes.set_ylim(len(points) - 0.5, -0.5)
         _mark(axes, panel.marks, "x")
-        _scale(axes, [*(mean for _, mean, *_ in points), *panel.marks.values()], panel.kind, "x")
+        _share(axes, _of_pair(panels, panel), panel.kind, most)
         if panel.kind == "plain" and points[0][1] > 10_000:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M")
     save(figure, path)
 
 
+def _of_pair(panels: Sequence[Panel], panel: Panel) -> list[float]:
+    """Return the values and marks of a panel and of those that differ in attention only."""
+    pair = [x for x in panels if (_subject(x), x.kind) == (_subject(panel), panel.kind)]
+    seeds = [value for x in pair for values in x.rows.values() for value in values]
+    return [*seeds, *(value for x in pair for value in x.marks.values())]
+
+
+def _subject(panel: Panel) -> str:
+    return re.sub(r"^(linear|softmax) attention(, )?", "", panel.title, flags=re.IGNORECASE)
+
+
+def _most(values: Sequence[float], kind: str) -> float:
+    """Return the highest value that an axis shows: few perplexities do not press the others."""
+    third_quartile = sorted(values)[len(values) * 3 // 4]
+    return LONG * third_quartile if kind == "perplexity" else math.inf
+
+
+def _leaving(axes: Any, place: float, value: float, color: str) -> None:
+    """Write a value that the axis does not reach at its right end."""
+    across = axes.get_yaxis_transform()
+    text = {"fontsize": 8, "color": color, "ha": "right", "va": "center"}
+    axes.text(0.99, place, f"{value:,.0f} \u2192", transform=across, **text)
+
+
+def _share(axes: Any, values: Sequence[float], kind: str, most: float) -> None:
+    """Give the axis of values the range of ``values`` up to ``most``, logarithmic if it is wide."""
+    inside = [value for value in values if value <= most]
+    _scale(axes, inside, kind, "x")
+    low, high = min(inside), max(inside)
+    if axes.get_xscale() == "log":
+        margin = (high / low) ** 0.05
+        axes.set_xlim(low / margin, high * margin)
+    elif low < high:
+        margin = 0.05 * (high - low)
+        axes.set_xlim(low - margin, high + margin)
+
+
 def points(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw a labeled point per method. rows: method -> (x, y)."""
+    """Draw a labeled point per method. rows: method -> (x, y).
+
+    A value far beyond the others stands at the upper edge, with its number.
+    """
     figure, every = _axes(panels, 5.6, 5.0)
     shown = _styles_of(panels)
     for axes, panel in zip(every, panels, strict=True):
+        marks = [*panel.marks.values()]
+        most = _most([y for _, y in panel.rows.values()], panel.kind)
+        inside = {method: at for method, at in panel.rows.items() if at[1] <= most}
+        top = max([*(y for _, y in inside.values()), *marks]) * 1.08
+        placed = dict(inside)
         for method, (x, y) in panel.rows.items():
-            axes.plot([x], [y], markersize=6, **shown[method])
-        for which, values in zip("xy", zip(*panel.rows.values(), strict=True), strict=True):
-            marks = panel.marks.values() if which == "y" else ()
-            _scale(axes, [*values, *marks], panel.kind, which)
+            beyond = method not in inside
+            name = f"{method}: {y:,.0f} \u2191" if beyond else method
+            placed.pop(method, None)
+            placed[name] = (x, top if beyond else y)
+            axes.plot([x], [placed[name][1]], markersize=6, **shown[method])
+        for which, values in zip("xy", zip(*placed.values(), strict=True), strict=True):
+            _scale(axes, [*values, *(marks if which == "y" else ())], panel.kind, which)
         _mark(axes, panel.marks, "y")
-        _labels(axes, panel.rows)
+        _labels(axes, placed)
     save(figure, path)
 
 
-def lines(path: Path, panels: Sequence[Panel], mark: float, most: float) -> None:
+@dataclass(frozen=True)
+class Heat:
+    """One panel of a map: ``values[y][x]`` in [0, 1], None where nothing was measured."""
+
+    title: str
+    values: Sequence[Sequence[float | None]]
+
+
+def maps(path: Path, panels: Sequence[Heat], x: Sequence[str], y: Sequence[str]) -> None:
+    """Draw a panel of colored cells per method, with their values; all have the axes x and y.
+
+    The first entries of x and y are their axes' names.
+    """
+    columns = min(4, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = blank(3.0 * columns, 2.9 * rows)
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in every[len(panels) :]:
+        unused.remove()
+    for axes, panel in zip(every, panels, strict=False):
+        values = [[math.nan if v is None else v for v in line] for line in panel.values]
+        axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for row, column in itertools.product(range(len(values)), range(len(values[0]))):
+            value = values[row][column]
+            if not math.isnan(value):
+                ink = "black" if value > 0.5 else "white"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink)
+        axes.set_xticks(range(len(x) - 1), x[1:])
+        axes.set_yticks(range(len(y) - 1), y[1:])
+        axes.set(xlabel=x[0], ylabel=y[0])
+        axes.set_title(panel.title, fontsize=9)
+    save(figure, path)
+
+
+def lines(
+    path: Path, panels: Sequence[Panel], mark: float | None = None, most: float = math.inf
+) -> None:
     """Draw a curve per method with a band over the seeds. rows: method -> its points.
 
-    mark: a vertical line at this place, labeled as the training length. most: the highest value
-    that is shown; curves above it leave the picture.
+    Every curve has its name at its end. All panels have one range. mark: a vertical line at this
+    place, labeled as the training length. most: the highest value that is shown; a curve that ends
+    above it has its last value beside its name.
     """
-    figure, every = _axes(panels, 5.6 + 1.8 / len(panels), 4.4)
+    figure, every = _axes(panels, 6.6, 4.8)
     shown = _styles_of(panels)
-    handles: dict[str, Any] = {}
+    means = [mean for panel in panels for curve in panel.rows.values() for _, mean, *_ in curve]
+    inside = [mean for mean in means if mean < most]
     for axes, panel in zip(every, panels, strict=True):
         for method, curve in panel.rows.items():
-            # One entry per method in the legend, although several panels show it.
-            handles.setdefault(method, _line(axes, shown[method], curve))
+            _line(axes, shown[method], curve)
+        xs = sorted({x for curve in panel.rows.values() for x, *_ in curve})
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        means = [mean for curve in panel.rows.values() for _, mean, *_ in curve]
+        axes.set_xticks(xs, [f"{x:,g}" for x in xs])
+        axes.minorticks_off()
         # Curves that leave the picture do not choose its ticks.
-        _logarithmic(axes, "y", [mean for mean in means if mean < most])
+        _logarithmic(axes, "y", inside)
         axes.set_ylim(min(means) / 1.03, min(1.05 * max(means), most))
-        axes.axvline(mark, color="black", linewidth=0.8)
-        axes.text(mark, axes.get_ylim()[1], " training length", fontsize=8, va="top")
-    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8)
+        if mark is not None:
+            axes.axvline(mark, color="black", linewidth=0.8)
+            axes.text(mark, axes.get_ylim()[0] * 1.01, " training length", fontsize=8)
+        _names_at_ends(axes, panel.rows, shown)
+    save(figure, path)
+
+
+def _names_at_ends(axes: Any, rows: Mapping[str, Any], shown: Mapping[str, Any]) -> None:
+    """Write the name of every curve beside its end, in its color, without overlap."""
+    low, high = map(math.log, axes.get_ylim())
+    ends = {}
+    for method, curve in rows.items():
+        _, mean, *_ = curve[-1]
+        beyond = math.log(mean) > high
+        name = f"{method}: {mean:,.0f} \u2191" if beyond else method
+        ends[method] = (name, 1.0 if beyond else (math.log(mean) - low) / (high - low))
+    ranked = sorted(ends, key=lambda method: ends[method][1])
+    places = spread([ends[method][1] for method in ranked], LINE)
+    for method, place in zip(ranked, places, strict=True):
+        name, end = ends[method]
+        color = shown[method]["color"]
+        across = {"transform": axes.transAxes, "clip_on": False}
+        axes.plot([1.0, 1.03], [end, place], color=color, linewidth=0.7, **across)
+        axes.text(1.035, place, name, fontsize=8, color=color, va="center", **across)
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Return places that are at least ``gap`` apart and as near to ``wanted`` as possible.
+
+    wanted: in ascending order. The squared distances are least (isotonic regression).
+
+    >>> spread([0.0, 1.0, 1.0], 0.2)
+    [0.0, 0.9, 1.1]
+    """
+    pools: list[list[float]] = []
+    for number, place in enumerate(wanted):
+        pools.append([place - number * gap])
+        while len(pools) > 1 and math.fsum(pools[-2]) * len(pools[-1]) > math.fsum(pools[-1]) * len(
+            pools[-2]
+        ):
+            last = pools.pop()
+            pools[-1] += last
+    means = [math.fsum(pool) / len(pool) for pool in pools for _ in pool]
+    return [round(mean + number * gap, 9) for number, mean in enumerate(means)]
+
+
+def quantiles(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw curves of quantiles of turns, labeled at their ends. rows: name -> its points (x, y).
+
+    Below a hundredth of a turn the axis is linear, so that angles of 0 have a place.
+    """
+    figure, every = _axes(panels, 5.2, 3.8)
+    top = max(y for panel in panels for curve in panel.rows.values() for _, y in curve)
+    for axes, panel in zip(every, panels, strict=True):
+        for place, (name, curve) in enumerate(panel.rows.items()):
+            xs, ys = zip(*curve, strict=True)
+            axes.plot(xs, ys, color=f"C{place}", linewidth=1.3)
+            axes.text(xs[-1], ys[-1], f" {name}", fontsize=8, va="center", color=f"C{place}")
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_ylim(-0.002, 1.5 * top)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.margins(x=0.12)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.text(0, 1, " one turn", fontsize=8, va="bottom")
+    save(figure, path)
+
+
+def curves(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw a curve per method over the updates of a training. rows: method -> its points.
+
+    Every curve has its name at its end, and all panels have one range.
+    """
+    figure, every = _axes(panels, 6.6, 4.8)
+    shown = _styles_of(panels)
+    means = [mean for panel in panels for curve in panel.rows.values() for _, mean, *_ in curve]
+    for axes, panel in zip(every, panels, strict=True):
+        for method, curve in panel.rows.items():
+            _line(axes, shown[method], curve)
+        _logarithmic(axes, "y", means)
+        axes.set_ylim(min(means) / 1.03, 1.05 * max(means))
+        axes.set_xlim(right=max(x for curve in panel.rows.values() for x, *_ in curve))
+        axes.xaxis.set_major_formatter("{x:,g}")
+        _names_at_ends(axes, panel.rows, shown)
     save(figure, path)
 
 

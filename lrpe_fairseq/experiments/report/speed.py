@@ -37,7 +37,7 @@ def pages(root: Path) -> dict[str, str]:
         decays=measured("decays", "cpu", root),
         normalizers=measured("tmlr-table6", "cpu", root),
         printed={cell["method"].lower(): cell["printed"] for cell in cells},
-        published=published(root),
+        against_table9=against_table9(root),
         steps=measured("steps", "cuda", root),
         forms=measured("attention", "cuda", root),
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
@@ -115,12 +115,26 @@ def crossover(root: Path, device: str, part: str = "lengths") -> int | None:
     return min((row["length"] for row in rows if row["length"] > lost), default=None)
 
 
-def published(root: Path) -> dict[str, list[str]]:
-    """Return method -> its cells of ICLR Table 9, of linear and softmax attention."""
-    cells: dict[str, list[str]] = {}
-    for row in read_paper(root / "results" / "paper" / "iclr-table9.csv"):
-        cells.setdefault(row["method"], []).append(row["printed"].replace("-", "–"))
-    return cells
+def against_table9(root: Path) -> str:
+    """Return ICLR Table 9 beside our speeds: linear and softmax attention, CPU and GPU.
+
+    The paper does not say which type its row LRPE is; ours is Type 2.
+    """
+    cells = read_paper(root / "results" / "paper" / "iclr-table9.csv")
+    kinds = ("linear", "softmax")
+    head = ["method"]
+    for kind in kinds:
+        head += [f"{kind}: paper", "ours, CPU", "ours, GPU"]
+    lines = []
+    for method in dict.fromkeys(cell["method"] for cell in cells):
+        own = {cell["attention"]: cell for cell in cells if cell["method"] == method}
+        encoding = own["linear"]["encoding"] or "lrpe-type2"
+        line = [f"{method}, `{encoding}`"]
+        for kind in kinds:
+            ours = (speed(root, device, kind, encoding) for device in DEVICES)
+            line += [own[kind]["printed"].replace("-", "–"), *ours]
+        lines.append(line)
+    return markdown.table(head, lines, numbers=True)
 
 
 def speed(root: Path, device: str, attention: str, encoding: str) -> str:

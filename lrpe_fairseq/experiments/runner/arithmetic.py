@@ -18,11 +18,17 @@ GB = 1e9
 IN_BLOCKS = "lrpe_"
 """Beginning of the criterions that store one block of the logits and compute them again."""
 BLOCK_LOGITS = 2**24
+OF_SENTENCES = ("sentence_prediction", "lrpe_classification")
+"""Tasks whose models predict a class of a whole sample, and no words."""
 COPIES = 3
 """Tensors of logits that fairseq's criterions hold at once, in float32."""
 SAVED = (14, 2)
 """Numbers that a layer keeps for the backward pass of a token, as multiples of C and of F."""
-WORDS = {"wikitext-103-word": 267_744, "wikitext-103-gpt2": 50_264}
+WORDS = {
+    "wikitext-103-word": 267_744,
+    "wikitext-103-gpt2": 50_264,
+    "wmt14-en-de": 40_000,
+}
 """Entries of the dictionaries of data that are not prepared."""
 
 
@@ -66,7 +72,7 @@ def cards_of(text: str) -> tuple[str, int]:
 class Shape:
     """A model and its update: C, F and L of its stacks, V, T, and tokens of a batch and an update.
 
-    predicted: share of the tokens whose words are predicted.
+    predicted: share of the tokens whose words are predicted. matrices: matrices of V x C.
     """
 
     width: int
@@ -78,6 +84,7 @@ class Shape:
     batch: int
     update: int
     predicted: float
+    matrices: int
 
     @property
     def weights(self) -> int:
@@ -87,8 +94,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the layers and of one matrix of words."""
-        return self.weights + self.words * self.width
+        """Parameters of the layers and of the matrices of words."""
+        return self.weights + self.matrices * self.words * self.width
 
 
 def shape_of(options: Options, words: int) -> Shape:
@@ -105,15 +112,25 @@ def shape_of(options: Options, words: int) -> Shape:
         raise ValueError("there is no arithmetic for batches of samples of unknown length")
     batch = int(tokens) if tokens else int(samples) * int(length)
     frequency = int((options.get("optimization.update_freq") or [1])[0])
-    masked = options.get("task._name") == "masked_lm"
+    # encoder and decoder have a matrix each, unless they share it
+    separate = bool(found["cross"]) and not options.get("model.share_all_embeddings")
     return Shape(
         **found,
         words=words,
         length=int(length) if length else 0,
         batch=batch,
         update=batch * frequency,
-        predicted=float(options.get("task.mask_prob", 1.0)) if masked else 1.0,
+        predicted=_predicted(options),
+        matrices=1 + separate,
     )
+
+
+def _predicted(options: Options) -> float:
+    """Return the share of the tokens whose words are predicted."""
+    task = options.get("task._name")
+    if task in OF_SENTENCES:
+        return 0.0
+    return float(options.get("task.mask_prob", 1.0)) if task == "masked_lm" else 1.0
 
 
 def _stacks(options: Options) -> dict[str, int] | None:

@@ -5,7 +5,9 @@ checkpoint and without validation; or, with ``--on v100x8``, the figures are ari
 """
 
 import contextlib
+import math
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lrpe_fairseq.experiments.data import folders
+from lrpe_fairseq.experiments.data.corpus import row_lengths
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.console import format_duration
 from lrpe_fairseq.experiments.records.files import ROOT, first_shard
@@ -63,33 +66,61 @@ def by_arithmetic(chosen: Sequence[TrainingRun], on: str) -> int:
     Raises: ValueError for devices that are not known.
     """
     name, devices = arithmetic.cards_of(on)
-    card = arithmetic.CARDS[name]
-    lines = [_computed(*cell, card, devices) for cell in distinct(chosen)]
+    lines = computed(chosen, on)
     print(
         f"Arithmetic, nothing is measured: peak figures of {devices} {name}; trainings take two or "
         "three times these hours."
     )
-    _print(lines, f"{devices} {name}", card.memory)
+    _print(lines, f"{devices} {name}", arithmetic.CARDS[name].memory)
     return 0
 
 
+def computed(chosen: Sequence[TrainingRun], on: str) -> list[Line]:
+    """Return the estimate of every distinct cell by arithmetic, on devices such as v100x8.
+
+    Raises: ValueError for devices that are not known.
+    """
+    name, devices = arithmetic.cards_of(on)
+    card = arithmetic.CARDS[name]
+    return [_computed(*cell, card, devices) for cell in distinct(chosen)]
+
+
 def _computed(run: TrainingRun, trainings: int, card: arithmetic.Card, devices: int) -> Line:
-    options = identity.options(identity.resolved(run.settings()))
     try:
-        need = arithmetic.need(options, words_of(run.data), card, devices)
+        words = words_of(run)
+        options = identity.options(identity.resolved(run.settings()))
+        if length := mean_length(run.data):
+            options["task.tokens_per_sample"] = length
+        need = arithmetic.need(options, words, card, devices)
     except ValueError as error:
         return Line(run, trainings, None, str(error))
     return Line(run, trainings, need)
 
 
-def words_of(data: Path) -> int:
-    """Return the number of entries of the data's dictionary. Raises: ValueError if not known."""
-    if data.name in arithmetic.WORDS:
-        return arithmetic.WORDS[data.name]
-    if folders.is_prepared(data):
-        for path in sorted(first_shard(data).glob("dict*.txt")):
+def words_of(run: TrainingRun) -> int:
+    """Return the number of entries of the dictionary of a run's data.
+
+    Raises: ValueError if they are not known, with the command that prepares the data.
+    """
+    if folders.is_prepared(run.data):
+        bin_dir = first_shard(run.data)
+        # data of single sentences and pairs have a folder for each side
+        for path in sorted([*bin_dir.glob("dict*.txt"), *bin_dir.glob("input0/dict.txt")]):
             return sum(1 for _ in path.open(encoding="utf-8")) + 4  # fairseq's own symbols
-    raise ValueError(f"the words of {data.name} are not known: prepare the data first")
+    if run.data.name in arithmetic.WORDS:
+        return arithmetic.WORDS[run.data.name]
+    script = run.preparation_of(run.data)
+    how = f": .venv/bin/python {shlex.join(script)}" if script else ""
+    raise ValueError(f"not known before the data are prepared{how}")
+
+
+def mean_length(data: Path) -> int:
+    """Return the mean tokens of a training sample of prepared sentences or pairs; 0 for others."""
+    if not folders.is_prepared(data):
+        return 0
+    sides = (first_shard(data) / side / "train" for side in ("input0", "input1"))
+    means = [row_lengths(side).mean() for side in sides if side.with_suffix(".idx").exists()]
+    return math.ceil(sum(means))
 
 
 # --- by measurement ----------------------------------------------------------------------------
@@ -118,7 +149,7 @@ def _measured(run: TrainingRun, trainings: int, devices: Devices) -> Line:
     with tempfile.TemporaryDirectory() as folder:
         short = replace(run, overrides=words, folder=Path(folder))
         command = devices.launch(short.command(devices.processes))
-        failed, peak = _resources(command, devices, short.log)
+        failed, peak = run_with_peak(command, devices, short.log)
         if failed:
             said = fairseq_log.last_line(short.log)
             lost = any(word in said for word in OUT_OF_MEMORY) or failed == -signal.SIGKILL
@@ -132,7 +163,7 @@ def _measured(run: TrainingRun, trainings: int, devices: Devices) -> Line:
     return Line(run, trainings, Need(seconds * run.max_update(), taken, disk))
 
 
-def _resources(command: list[str], devices: Devices, log: Path) -> tuple[int, float]:
+def run_with_peak(command: list[str], devices: Devices, log: Path) -> tuple[int, float]:
     """Run a command; return its exit status and the most memory of one process, in bytes."""
     environment = {**os.environ, **devices.environment}
     with log.open("wb") as out:
@@ -168,10 +199,12 @@ def _print(lines: Sequence[Line], where: str, limit: float | None) -> None:
     hours = sum(line.need.seconds * line.trainings for line in known) / 3600
     disk = sum(line.need.disk * line.trainings for line in known) / GB
     trainings = sum(line.trainings for line in known)
+    unknown = sum(line.trainings for line in lines) - trainings
+    others = f"; {unknown} other trainings are not known" if unknown else ""
     print(
         f"{trainings} trainings, one after another on {where}: {hours:.3g} hours "
         f"({hours / 24:.3g} days), checkpoints of all together {disk:.3g} GB, "
-        f"data {_bytes_of(lines) / GB:.3g} GB"
+        f"data {_bytes_of(lines) / GB:.3g} GB{others}"
     )
 
 

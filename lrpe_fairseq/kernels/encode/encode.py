@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lrpe_fairseq.kernels.conditions import is_transformed
+
 EPS = 1e-6
 """Smallest norm by which the normal of a reflection is divided."""
 
@@ -29,6 +31,62 @@ class Angles(NamedTuple):
     theta: Tensor
     column: Tensor | None = None
     grid: int = 0
+
+
+class Turns(NamedTuple):
+    """Complex numbers exp(i s theta) as two real tensors, under torch.compile and torch.export.
+
+    Compilers generate no code for complex tensors. It has the methods of a complex tensor that the
+    definitions call.
+    """
+
+    real: Tensor
+    imag: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of both parts."""
+        return self.real.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of both parts."""
+        return self.real.device
+
+    def dim(self) -> int:
+        """Return the number of axes."""
+        return self.real.dim()
+
+    def both(self, change: Callable[[Tensor], Tensor]) -> "Turns":
+        """Return ``change`` of both parts."""
+        return Turns(change(self.real), change(self.imag))
+
+    def expand(self, *shape: int) -> "Turns":
+        """Return both parts expanded."""
+        return self.both(lambda x: x.expand(*shape))
+
+    def unsqueeze(self, axis: int) -> "Turns":
+        """Return both parts with one more axis."""
+        return self.both(lambda x: x.unsqueeze(axis))
+
+    def flatten(self, first: int, last: int) -> "Turns":
+        """Return both parts with axes joined."""
+        return self.both(lambda x: x.flatten(first, last))
+
+    def times(self, other: "Turns") -> "Turns":
+        """Return the complex product."""
+        re = self.real * other.real - self.imag * other.imag
+        return Turns(re, self.real * other.imag + self.imag * other.real)
+
+
+def complex_of(real: Tensor, imag: Tensor) -> Tensor | Turns:
+    """Return a complex tensor, or :class:`Turns` where a compiler may trace."""
+    return Turns(real, imag) if is_transformed() else torch.complex(real, imag)
+
+
+def each_part(turn: Tensor | Turns, change: Callable[[Tensor], Tensor]) -> Tensor | Turns:
+    """Return ``change`` of a complex tensor; of both parts of :class:`Turns`."""
+    return turn.both(change) if isinstance(turn, Turns) else change(turn)
 
 
 class Variant(NamedTuple):
@@ -68,10 +126,14 @@ def feature_map(x: Tensor) -> Tensor:
     The sum is in float32: in bfloat16 it would cancel, and 1 + elu(-7) = 0.0009 would be 0.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if torch.compiler.is_compiling():
+        # the gradient of torch's elu has other strides than a compiler is told
+        below = torch.expm1(wide.clamp_max(0.0))
+        return (torch.where(wide > 0, wide, below) + 1.0).to(x.dtype)
     return F.elu(wide).add_(1.0).to(x.dtype)
 
 
-def definition(x: Tensor, p: Tensor | None, power: Tensor, variant: Variant) -> Tensor:
+def definition(x: Tensor, p: Tensor | None, power: Tensor | Turns, variant: Variant) -> Tensor:
     """Compute Lambda P phi(x), (B, H, T, D) or twice as wide, in differentiable operations.
 
     Args:
@@ -135,7 +197,7 @@ def phases_of(angles: Angles, positions: Tensor, dtype: torch.dtype) -> Tensor:
     angle = _products(row, theta)
     if column is not None:
         angle = angle + _products(col, column)
-    return torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+    return complex_of(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 def along_cycles(cycles: Tensor, s: Tensor) -> Tensor:
@@ -162,7 +224,7 @@ def _products(s: Tensor, theta: Tensor) -> Tensor:
     return s[:, None, :, None].double() * theta_by_head
 
 
-def rotated(x: Tensor, turn: Tensor) -> Tensor:
+def rotated(x: Tensor, turn: Tensor | Turns) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of x (..., T, D) by complex ``turn`` (..., T, E).
 
     Only real operations are used. Features from 2E on are unchanged.

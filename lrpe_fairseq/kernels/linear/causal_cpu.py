@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.kernels import loader
-from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
+from lrpe_fairseq.kernels.conditions import called_in_tracing, gradients_of, is_plain
 from lrpe_fairseq.kernels.linear import causal
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -33,19 +33,33 @@ def library() -> ctypes.CDLL | None:
     return loader.load_library(SOURCE)
 
 
+@called_in_tracing
+def has_library() -> bool:
+    """True if :func:`library` has the kernel."""
+    return library() is not None
+
+
 def serves(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
     """True if the kernel supports q, k, v (B, H, T, .) and half of the threads get a sequence."""
-    rows = (q, k, v)
     return (
         is_plain(q, k, v, log_decay)
-        and q.shape == k.shape
-        and q.shape[:3] == v.shape[:3]
-        and all(x.numel() > 0 and x.shape[-1] <= WIDEST for x in rows)
+        and all(x.numel() > 0 for x in (q, k, v))
         # with fewer sequences threads would wait, and the definition is parallel inside too
         and 2 * q.shape[0] * q.shape[1] >= torch.get_num_threads()
+        and fits(q, k, v)
+    )
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if the kernel supports the dtype, device and widths of q, k, v (B, H, T, .)."""
+    rows = (q, k, v)
+    return (
+        q.shape == k.shape
+        and q.shape[:3] == v.shape[:3]
+        and all(x.shape[-1] <= WIDEST for x in rows)
         and q.dtype in (torch.float32, torch.float64)
         and all(x.device.type == "cpu" and x.dtype == q.dtype for x in rows)
-        and library() is not None
+        and has_library()
     )
 
 
@@ -64,14 +78,10 @@ class _CausalSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, wanted, eps):
-        # the backward pass starts each segment from its saved state and recomputes the rest
-        states = _states(q, v) if any(ctx.needs_input_grad) else None
-        out = torch.empty_like(v)
-        denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])
-        ctx.settings = wanted, eps
-        tensors = {"states": states, "out": out, "denominators": denominators}
-        _run("causal_forward", log_decay, ctx.settings, q=q, k=k, v=v, **tensors)
+        keeps = any(ctx.needs_input_grad)
+        out, denominators, states = sums(q, k, v, log_decay, wanted, eps, keeps)
         kept = (out, denominators) if wanted == "normalized" else (None, None)
+        ctx.settings = wanted, eps
         ctx.save_for_backward(q, k, v, log_decay, states, *kept)
         return out, denominators if wanted == "sums" else None
 
@@ -79,18 +89,58 @@ class _CausalSums(torch.autograd.Function):
     def backward(ctx, grad, grad_denominators):
         if torch.is_grad_enabled():
             return _gradients_as_graph(ctx, grad, grad_denominators)
-        q, k, v, log_decay, states, out, denominators = ctx.saved_tensors
-        grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=False)}
-        if ctx.needs_input_grad[3]:
-            grads["grad_gates"] = q.new_empty(q.shape[:3], dtype=torch.float64)
-        kept = {"states": states, "out": out, "denominators": denominators}
-        if grad_denominators is not None:
-            kept["grad_denominators"] = grad_denominators.contiguous()
-        grad = loader.contiguous_rows(grad)
-        _run("causal_backward", log_decay, ctx.settings, q=q, k=k, v=v, grad=grad, **kept, **grads)
-        grad_gates = grads.pop("grad_gates", None)
-        grad_gates = None if grad_gates is None else grad_gates.to(log_decay.dtype)
-        return *grads.values(), grad_gates, None, None
+        rows, kept = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        of_gates = ctx.needs_input_grad[3]
+        return *gradients(grad, grad_denominators, rows, kept, ctx.settings, of_gates), None, None
+
+
+def sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    wanted: str,
+    eps: float,
+    keeps: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the result, the denominators, and the states that :func:`gradients` reads.
+
+    keeps: True for the states. The backward pass starts each segment from its saved state and
+        recomputes the rest.
+    """
+    states = states_of(q, v) if keeps else None
+    out = torch.empty_like(v)
+    denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])
+    tensors = {"states": states, "out": out, "denominators": denominators}
+    _run("causal_forward", log_decay, (wanted, eps), q=q, k=k, v=v, **tensors)
+    return out, denominators, states
+
+
+def gradients(
+    grad: Tensor,
+    grad_denominators: Tensor | None,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    kept: tuple[Tensor, Tensor | None, Tensor | None],
+    settings: tuple[str, float],
+    of_gates: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of ``rows``: q, k, v, and the decay if ``of_gates``.
+
+    kept: the states, and for "normalized" results and denominators. settings: wanted and eps.
+    """
+    q, k, v, log_decay = rows
+    states, out, denominators = kept
+    grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=False)}
+    if of_gates:
+        grads["grad_gates"] = q.new_empty(q.shape[:3], dtype=torch.float64)
+    given = {"states": states, "out": out, "denominators": denominators}
+    if grad_denominators is not None:
+        given["grad_denominators"] = grad_denominators.contiguous()
+    grad = loader.contiguous_rows(grad)
+    _run("causal_backward", log_decay, settings, q=q, k=k, v=v, grad=grad, **given, **grads)
+    grad_gates = grads.pop("grad_gates", None)
+    grad_gates = None if grad_gates is None else grad_gates.to(log_decay.dtype)
+    return *grads.values(), grad_gates
 
 
 def _gradients_as_graph(
@@ -108,10 +158,18 @@ def _gradients_as_graph(
     return *gradients_of(definition, inputs, needed, grads), None, None
 
 
-def _states(q: Tensor, v: Tensor) -> Tensor:
-    """Allocate memory for the state before every segment: D x E for k v^T, then D for k."""
-    segments = math.ceil(q.shape[-2] / SEGMENT)
-    return q.new_empty(*q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1))
+def states_of(q: Tensor, v: Tensor) -> Tensor:
+    """Allocate memory for the state before every segment: D x E for k v^T, then D for k.
+
+    It is flat, because an exported program would not take other lengths if an axis could be 1.
+    """
+    return q.new_empty(math.prod(shape_of_states(q, v)))
+
+
+def shape_of_states(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return the axes (B, H, segments, D E + D) of :func:`states_of`."""
+    segments = -(-q.shape[-2] // SEGMENT)
+    return *q.shape[:2], segments, q.shape[-1] * (v.shape[-1] + 1)
 
 
 def _run(
@@ -136,6 +194,8 @@ def _run(
         eps=eps,
         log_decay=loader.pointer(rates),
     )
+    if tensors.get("states") is not None:
+        tensors["states"] = tensors["states"].view(shape_of_states(q, v))
     loader.set_views(call, tensors)
     getattr(library(), name)(ctypes.byref(call))
 

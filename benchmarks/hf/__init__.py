@@ -1,0 +1,1 @@
+"""Measurements of models in transformers, which docs/huggingface.md shows."""

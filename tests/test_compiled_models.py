@@ -1,0 +1,72 @@
+"""Whole models of fairseq and of transformers under torch.compile: one graph, results of eager."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+
+from lrpe_fairseq.models.language_model import LRPELanguageModel, LRPELanguageModelConfig
+from lrpe_fairseq.models.masked_lm import LRPERobertaConfig, LRPERobertaModel
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def task():
+    torch.manual_seed(0)
+    words = Dictionary()
+    for index in range(40):
+        words.add_symbol(f"w{index}")
+    return SimpleNamespace(source_dictionary=words, target_dictionary=words, dictionary=words)
+
+
+def language_model(attention_type, name):
+    shape = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_embed_dim": 32}
+    shape |= {f"decoder_{part}_dim": 32 for part in ("embed", "input", "output")}
+    chosen = {"attention_type": attention_type, "position_encoding": name}
+    lengths = {"tokens_per_sample": 64, "max_target_positions": 64}
+    flags = {"add_bos_token": False, "tpu": False, "dropout": 0.0}
+    config = LRPELanguageModelConfig(**chosen, **shape, **lengths, **flags)
+    return LRPELanguageModel.build_model(config, task()).double()
+
+
+def roberta(attention_type, name):
+    shape = {"encoder_layers": 2, "encoder_attention_heads": 2, "max_positions": 64}
+    shape |= {"encoder_embed_dim": 32, "encoder_ffn_embed_dim": 32}
+    chosen = {"attention_type": attention_type, "position_encoding": name}
+    config = LRPERobertaConfig(**chosen, **shape)
+    return LRPERobertaModel.build_model(config, task()).double().eval()
+
+
+def assert_one_graph(model, text):
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (model, compiled):
+        model.zero_grad()
+        out = function(text)[0]
+        out.square().mean().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([out.detach(), *(g.clone() for g in grads)])
+    for found, wanted in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("model", ["linear lrpe-type2", "softmax rope"])
+def test_a_step_of_a_language_model_is_one_graph(model, padded):
+    """fairseq itself reads if a batch has padding, which no compiler can trace."""
+    built = language_model(*model.split())
+    text = torch.randint(4, 40, (2, 20))
+    if padded:
+        text[1, 15:] = 1
+    assert_one_graph(built, text)
+
+
+@pytest.mark.parametrize("model", ["linear rope", "softmax t5"])
+def test_a_padded_step_of_roberta_is_one_graph(model):
+    text = torch.randint(4, 40, (2, 20))
+    text[1, 15:] = 1
+    assert_one_graph(roberta(*model.split()), text)
