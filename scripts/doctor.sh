@@ -2,6 +2,7 @@
 # Checks this environment before a long run and reports how to fix each problem.
 #
 #   scripts/doctor.sh
+#   scripts/doctor.sh --kernels     checks every Triton kernel on the GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python

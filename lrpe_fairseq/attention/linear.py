@@ -546,8 +546,6 @@ class _Call(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, normalizes: bool, log_decay: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums over all visible keys, and denominators if they are not divided yet."""
-        if self.kernel is not None:
-            dispatch.log_linear(self.kernel.name, q)
         wanted = "normalized" if normalizes else "numerator"
         if self.causal:
             log_decay = _with_cuts(_without_padding(log_decay, self.padding), self.starts, q)

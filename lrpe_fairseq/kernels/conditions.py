@@ -113,23 +113,24 @@ def gradients_of(
     needed: Sequence[bool],
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Compute gradients of ``definition(*inputs)`` that can be differentiated again.
+    """Compute gradients of ``definition(*inputs)``, which can be differentiated again.
 
     Call this in the backward pass of a torch.autograd.Function if ``torch.is_grad_enabled()``, that
-    is, under create_graph. Trap: ``inputs`` must be the arguments of the Function, as in
-    ctx.saved_tensors. A copy made in its forward pass is detached from the graph, and second
-    derivatives through it would silently be zero.
+    is, under create_graph; otherwise the gradients have no graph. Trap: ``inputs`` must be the
+    arguments of the Function, as in ctx.saved_tensors. A copy made in its forward pass is detached
+    from the graph, and second derivatives through it would silently be zero.
 
     Args:
         inputs: arguments of ``definition``. needed: ctx.needs_input_grad, for each of them.
         grads: the gradients of its results.
     Returns: a gradient, or None, for every input.
     """
+    keeps_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # views, so that an input that depends on another one is not counted twice
         views = [x.view_as(x) if need else x for x, need in zip(inputs, needed, strict=True)]
         results = definition(*views)
         results = (results,) if isinstance(results, Tensor) else results
         wanted = [x for x, need in zip(views, needed, strict=True) if need]
-        gradients = iter(torch.autograd.grad(results, wanted, grads, create_graph=True))
+        gradients = iter(torch.autograd.grad(results, wanted, grads, create_graph=keeps_graph))
     return [next(gradients) if need else None for need in needed]

@@ -18,30 +18,42 @@ documents, and stick-breaking attention.
 
 Each function returns None, or the definition, where no kernel supports the tensors: of another
 dtype, width or device, under torch.func and tracing, with ``LRPE_FAIRSEQ_KERNELS=0``, or where a
-kernel does not compile. Under torch.compile and torch.export the C++ kernels are called by
+kernel does not compile. Triton kernels are proved before their first result is used, and not used
+where that fails; see ``proof``. Under torch.compile and torch.export the C++ kernels are called by
 ``operators``; attention of a GPU with Triton stays outside the graph.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels import loader, operators
+from lrpe_fairseq.kernels import loader, operators, proof
 from lrpe_fairseq.kernels.conditions import called_in_tracing
 from lrpe_fairseq.kernels.encode import encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Transform, Variant, feature_map
 from lrpe_fairseq.kernels.linear import causal, causal_cpu, half
+from lrpe_fairseq.kernels.linear.causal import full_definition
 
 ENCODE = "lrpe_fairseq.kernels.encode.encode_triton"
 CAUSAL = "lrpe_fairseq.kernels.linear.causal_triton"
 FULL = "lrpe_fairseq.kernels.linear.full_triton"
 FLASH = "lrpe_fairseq.kernels.flash.flash_triton"
 STICK = "lrpe_fairseq.kernels.flash.stick_triton"
+PROOFS = {
+    ENCODE: "lrpe_fairseq.kernels.encode.encode_proof",
+    CAUSAL: "lrpe_fairseq.kernels.linear.linear_proof",
+    FULL: "lrpe_fairseq.kernels.linear.linear_proof",
+    FLASH: "lrpe_fairseq.kernels.flash.flash_proof",
+    STICK: "lrpe_fairseq.kernels.flash.flash_proof",
+}
+"""Which module makes the examples of a module of Triton kernels."""
 
 Pair = tuple[Tensor, Tensor]
 """A tensor of the queries and one of the keys."""
@@ -63,29 +75,51 @@ def encode_both(
 
     Positions are not checked; see ``encode_triton.encode``.
     """
-    kernel = _encoder(q, k, transform.variant)
-    if kernel is None:
-        return None
-    return kernel.encode_both(q, k, transform, q_positions, k_positions)
+    given = q, k, transform, q_positions, k_positions
+    triton = _triton_encoder(q, k, transform.variant)
+    if triton is not None:
+        found = _encoded(triton, *triton.arguments_of_both(*given))
+        if found is not None:
+            return found
+    kernel = _cpu_encoder(q, k, transform.variant)
+    return None if kernel is None else kernel.encode_both(*given)
 
 
 def encode_one(x: Tensor, transform: Transform, positions: Tensor) -> Tensor | None:
     """Compute Lambda P phi of x (B, H, T, D), or return None without a kernel."""
-    kernel = _encoder(x, x, transform.variant)
+    triton = _triton_encoder(x, x, transform.variant)
+    if triton is not None:
+        found = _encoded(triton, *triton.arguments_of_one(x, transform, positions))
+        if found is not None:
+            return found[0]
+    kernel = _cpu_encoder(x, x, transform.variant)
     return None if kernel is None else kernel.encode_one(x, transform, positions)
 
 
-def _encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
-    """Return the module whose kernel encodes q and k, or None."""
+def _cpu_encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
+    """Return the module whose kernel in C++ encodes q and k, or None."""
     if torch.compiler.is_compiling():
         return operators if encode_cpu.fits(q, k, variant) else None
-    triton = _triton_encoder(q, k, variant)
-    if triton is not None:
-        return triton
     return encode_cpu if encode_cpu.serves(q, k, variant) else None
 
 
+def _encoded(triton: ModuleType, *arguments: Any) -> Pair | None:
+    """Compute ``encode_triton.encode``, or return None if its kernels failed."""
+    examples = _proofs(ENCODE)
+    return proof.run(
+        examples.key_of(*arguments),
+        partial(examples.example_of, *arguments),
+        partial(triton.encode, *arguments),
+    )
+
+
+def _proofs(module: str) -> ModuleType:
+    return importlib.import_module(PROOFS[module])
+
+
 def _triton_encoder(q: Tensor, k: Tensor, variant: Variant) -> ModuleType | None:
+    if torch.compiler.is_compiling():
+        return None
     triton = loader.triton_kernels(ENCODE)
     return triton if triton is not None and triton.serves(q, k, variant) else None
 
@@ -121,9 +155,11 @@ def feature_maps(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor | N
     Returns: phi(q) and phi(k); the second is None without k.
     """
     triton = _triton_encoder(q, q if k is None else k, PHI)
-    if triton is None:
-        return feature_map(q), None if k is None else feature_map(k)
-    return triton.feature_maps(q, k)
+    if triton is not None:
+        found = _encoded(triton, *triton.arguments_of_phi(q, k))
+        if found is not None:
+            return found
+    return feature_map(q), None if k is None else feature_map(k)
 
 
 # --- linear attention --------------------------------------------------------------------------
@@ -141,7 +177,17 @@ class LinearKernel(NamedTuple):
     full_sums: Callable[..., tuple[Tensor, Tensor | None]] | None = None
 
 
-HALF = LinearKernel("pytorch, products in half precision", half.causal_sums, half.full_sums)
+def _half_causal_sums(q: Tensor, *given: Any) -> tuple[Tensor, Tensor | None]:
+    log_linear(HALF.name, q)
+    return half.causal_sums(q, *given)
+
+
+def _half_full_sums(q: Tensor, *given: Any) -> tuple[Tensor, Tensor | None]:
+    log_linear(HALF.name, q)
+    return half.full_sums(q, *given)
+
+
+HALF = LinearKernel("pytorch, products in half precision", _half_causal_sums, _half_full_sums)
 
 
 def linear_kernel(
@@ -156,11 +202,49 @@ def linear_kernel(
     triton = loader.triton_kernels(CAUSAL)
     if triton is not None and triton.serves(q, v, log_decay):
         if causal or log_decay is not None:
-            return LinearKernel("triton", causal_sums=triton.causal_sums)
+            return LinearKernel("triton", causal_sums=_triton_causal_sums)
         # two products of matrices in PyTorch serve float32 and wide heads
         if triton.fits_registers(q, v):
-            return LinearKernel("triton", full_sums=loader.triton_kernels(FULL).full_sums)
+            return LinearKernel("triton", full_sums=_triton_full_sums)
     return HALF if half.serves(q, v, log_decay) else None
+
+
+def _triton_causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``causal.definition`` in Triton, or without if its kernels failed."""
+    examples, given = _proofs(CAUSAL), (q, k, v, wanted, log_decay, eps)
+    kernels = partial(loader.triton_kernels(CAUSAL).causal_sums, *given)
+    example = partial(examples.causal_example_of, *given)
+    found = proof.run(examples.causal_key_of(*given), example, kernels)
+    if found is not None:
+        log_linear("triton", q)
+        return found
+    if half.serves(q, v, log_decay):
+        return _half_causal_sums(*given)
+    return plain_causal_sums(*_widened(q, k, v), *given[3:])
+
+
+def _triton_full_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``causal.full_definition`` in Triton, or without if its kernels failed."""
+    examples, given = _proofs(FULL), (q, k, v, wanted, eps)
+    kernels = partial(loader.triton_kernels(FULL).full_sums, *given)
+    example = partial(examples.full_example_of, *given)
+    found = proof.run(examples.full_key_of(*given), example, kernels)
+    if found is not None:
+        log_linear("triton", q)
+        return found
+    if half.serves(q, v):
+        return _half_full_sums(*given)
+    log_linear("pytorch", q)
+    return full_definition(*_widened(q, k, v), wanted, eps)
+
+
+def _widened(*rows: Tensor) -> list[Tensor]:
+    """Return rows in float32 or wider, as the definitions take them."""
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows]
 
 
 def plain_causal_sums(
@@ -193,7 +277,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor
     triton = loader.triton_kernels(FLASH)
     if triton is None or not triton.serves(q, k, v, *_tensors(arguments)):
         return None
-    return triton.flash_attention(q, k, v, **arguments)
+    examples = _proofs(FLASH)
+    return proof.run(
+        examples.key_of(examples.FLASH, q, k, v, **arguments),
+        partial(examples.example_of, examples.FLASH, q, k, v, **arguments),
+        partial(triton.flash_attention, q, k, v, **arguments),
+    )
 
 
 def stick_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor | None:
@@ -201,7 +290,12 @@ def stick_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor
     triton = loader.triton_kernels(STICK)
     if triton is None or not triton.serves(q, k, v, *_tensors(arguments)):
         return None
-    return triton.stick_attention(q, k, v, **arguments)
+    examples = _proofs(STICK)
+    return proof.run(
+        examples.key_of(examples.STICK, q, k, v, **arguments),
+        partial(examples.example_of, examples.STICK, q, k, v, **arguments),
+        partial(triton.stick_attention, q, k, v, **arguments),
+    )
 
 
 def padded_attention(

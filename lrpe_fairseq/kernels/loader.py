@@ -47,6 +47,8 @@ OLDEST_TRITON = {
 """Kernels that older releases of Triton do not compile: 3.2 lacks ``gather``, and 3.3 (torch 2.7)
 rejects the kernels themselves. The others run with 3.2."""
 
+INTERPRETER = "Triton's interpreter"
+
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ def log_served(what: str, kernel: str, device: str) -> None:
 def _kernels_of(device: str) -> tuple[dict[str, str], str]:
     names = ("causal", "encode")
     if device != "cpu":
-        reason = _why_unsupported() or _why_triton_fails()
+        reason = why_unsupported() or _why_triton_fails()
         return dict.fromkeys(names, "pytorch" if reason else "triton"), reason
     reason = "the C++ kernels do not compile here"
     if not kernels_enabled():
@@ -133,7 +135,7 @@ def has_triton_kernels(module: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _triton_kernels(module: str) -> ModuleType | None:
-    unsupported = _why_unsupported()
+    unsupported = why_unsupported()
     reason = unsupported or _why_too_old(module) or _why_triton_fails()
     # a machine without a GPU is no reason to warn, unless kernels were asked for
     asked = os.environ.get(VARIABLE) == "1" and torch.cuda.is_available()
@@ -142,10 +144,14 @@ def _triton_kernels(module: str) -> ModuleType | None:
     return None if reason else importlib.import_module(module)
 
 
-def _why_unsupported() -> str:
+def why_unsupported() -> str:
     """Return the reason why this machine does not support the Triton kernels, if it does not."""
     if not kernels_enabled():
         return f"{VARIABLE}=0"
+    return "" if _interpreting else _why_gpu_unsupported()
+
+
+def _why_gpu_unsupported() -> str:
     if not torch.cuda.is_available():
         return "no GPU is available"
     if is_rocm():
@@ -184,7 +190,8 @@ def _why_too_old(module: str) -> str:
 def _why_triton_fails() -> str:
     """Run a small kernel; return the reason if Triton cannot, for example without a C compiler."""
     try:
-        importlib.import_module("lrpe_fairseq.kernels.probe_triton").run("cuda")
+        probe = importlib.import_module("lrpe_fairseq.kernels.probe_triton")
+        probe.run("cpu" if _interpreting else "cuda")
     except Exception as error:  # whatever Triton, its compiler or CUDA raises
         return (
             f"Triton does not run here ({_reason(error)}); it needs a C compiler and a writable "
@@ -193,8 +200,41 @@ def _why_triton_fails() -> str:
     return ""
 
 
+_interpreting = False
+
+
+def interpret(*, on: bool = True) -> None:
+    """Let Triton's interpreter run the kernels on CPU tensors: for tests and ``doctor --kernels``.
+
+    It needs TRITON_INTERPRET=1 before triton is imported. It is slow, and knows no bfloat16.
+    """
+    global _interpreting
+    _interpreting = on
+    _triton_kernels.cache_clear()
+    _why_triton_fails.cache_clear()
+
+
+class LaunchError(RuntimeError):
+    """A Triton kernel did not compile or could not be launched."""
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch a Triton kernel on the device of its first argument.
+    """Launch a Triton kernel on the device of its first argument; see :func:`_launch`.
+
+    Raises: LaunchError for whatever Triton, its compilers or CUDA raise. No argument has changed
+        then, apart from the memory of results.
+    """
+    try:
+        _launch(kernel, grid, args, constants)
+    except Exception as error:
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        raise LaunchError(f"{name}: {_reason(error)} ({type(error).__name__})") from error
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
+    """Launch a Triton kernel.
 
     Triton itself launches on the current device. ``grid``: number of programs on each axis; CUDA
     allows 2^31 - 1 on the first and 65,535 on the others, so what grows with the input is first.
@@ -239,12 +279,11 @@ def _runs_compiled() -> bool:
 
 def on_device(x: Tensor) -> bool:
     """True if Triton kernels support ``x``: on an Ampere or newer NVIDIA GPU, not float64."""
-    return (
-        x.is_cuda
-        and not is_rocm()
-        and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and torch.cuda.get_device_capability(x.device) >= AMPERE
-    )
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    if not x.is_cuda:
+        return _interpreting and x.device.type == "cpu"
+    return not is_rocm() and torch.cuda.get_device_capability(x.device) >= AMPERE
 
 
 # --- C++: compile ------------------------------------------------------------------------------

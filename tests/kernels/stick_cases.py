@@ -28,7 +28,7 @@ def definition(q, k, v, *, scale, padding=None, segments=None, window=None, drop
     """Compute the attention with all weights in memory."""
     seen = flash.visible(flash.lags(q, k, True), True, padding, segments, window)
     weights = WEIGH(q @ k.mT * scale, seen, q.dtype)
-    return flash._dropped(weights, dropout, seed) @ v
+    return flash.dropped(weights, dropout, seed) @ v
 
 
 def results(attention, tensors, options, weights=None):

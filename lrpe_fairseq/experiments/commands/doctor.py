@@ -1,4 +1,4 @@
-"""Check this environment before a long run: ``scripts/doctor.sh``.
+"""Check this environment before a long run: ``scripts/doctor.sh``, and ``--kernels`` on a GPU.
 
 Prints one line per check. The exit status is 1 if any check fails. torch, fairseq and this package
 are imported only by the checks that need them, so that the script also runs where one of them is
@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 SUMMARY = "Check this environment before a long run."
 REPAIR = "make install repairs packages; docs/installing.md says which torch has code for which GPU"
@@ -26,7 +27,10 @@ FREE_GB = 20
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Run and print every check; return the exit status."""
-    ArgumentParser(prog="scripts/doctor.sh", description=SUMMARY).parse_args(arguments)
+    parser = ArgumentParser(prog="scripts/doctor.sh", description=SUMMARY)
+    parser.add_argument("--kernels", action="store_true", help="check every Triton kernel instead")
+    if parser.parse_args(arguments).kernels:
+        return kernels()
     failed = sum(not passed(name, check) for name, check in CHECKS.items())
     print(f"{failed} failed: {REPAIR}" if failed else "all checks passed")
     return 1 if failed else 0
@@ -119,6 +123,53 @@ def training() -> str:
             if not error < 0.1:
                 raise ValueError(f"{findings[-1]}; run make test to find the defect")
     return "; ".join(findings)
+
+
+def kernels() -> int:
+    """Check every family of Triton kernels; return 1 if one is wrong, or none can be checked."""
+    from lrpe_fairseq.experiments.runner import kernel_checks
+
+    lacking = kernel_checks.why_not()
+    if lacking:
+        print(f"FAIL  the Triton kernels cannot be checked: {lacking}")
+        return 1
+    print(HEADER, flush=True)
+    failed = 0
+    for name, found in kernel_checks.findings():
+        wrong = isinstance(found, str) or not found.passed
+        failed += wrong
+        print(f"{'FAIL' if wrong else 'ok':5} {name:22} {_line(found)}", flush=True)
+    print(_to_report(failed, len(kernel_checks.CHECKS)))
+    return 1 if failed else 0
+
+
+HEADER = f"{'':5} {'check':22} {'served':18} {'ms':>9} {'PyTorch':>9}  relative errors"
+REPORT = "report this whole output, with the following line and what changed since it passed"
+
+
+def _line(found: Any) -> str:
+    """Return what a check has found, or why it found nothing, on one line."""
+    if isinstance(found, str):
+        return found
+    errors = ", ".join(f"{name} {error:.0e}" for name, error in found.errors.items())
+    times = " ".join(
+        f"{'–' if x is None else f'{x:.2f}':>9}" for x in (found.milliseconds, found.pytorch)
+    )
+    reason = f"; {found.reason}" if found.reason else ""
+    return f"{found.served:18} {times}  {errors} (bound {found.bound:.0e}){reason}"
+
+
+def _to_report(failed: int, count: int) -> str:
+    """Return the last lines: how many checks failed, and on what."""
+    import torch
+
+    from lrpe_fairseq.kernels import proof
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    versions = f"torch {torch.__version__}, Triton {proof.triton_version()}"
+    python = f"Python {platform.python_version()}"
+    said = f"{failed} of {count} failed: {REPORT}" if failed else f"all {count} checks passed"
+    return f"{said}\n{proof.card(device)}, {versions}, {python}; scripts/doctor.sh --kernels"
 
 
 CHECKS: dict[str, Callable[[], str]] = {

@@ -29,7 +29,9 @@ NOT_FINITE = re.compile(
     r"|^rank +\d+ = -?(nan|inf)$",  # fairseq's message with several processes
     re.MULTILINE,
 )
-SERVED = re.compile(r"((?:linear|softmax) attention\b.*) runs as (.+)$", re.MULTILINE)
+SERVED = re.compile(
+    r"((?:linear attention|softmax attention|kernel of)\b.*) runs as (.+)$", re.MULTILINE
+)
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
 GPU_MEMORY = re.compile(r"total memory = ([\d.]+) GB")
 TAIL_BYTES = 16384

@@ -15,12 +15,14 @@ any position.
 """
 
 import math
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import encode as defined
 from lrpe_fairseq.kernels.encode.encode import Angles, Transform, Variant
@@ -31,6 +33,10 @@ ELEMENTS = 2048  # maximum number of features of one head in the registers of a 
 SMALLEST = tl.constexpr(defined.EPS)
 
 
+Arguments = tuple[Tensor, Tensor, Tensor | None, Angles | Tensor | None, Tensor, Tensor, Variant]
+"""Those of :func:`encode`."""
+
+
 def serves(q: Tensor, k: Tensor, variant: Variant) -> bool:
     """True if the kernels support q (B, H, T, D) and k: device, dtype, and D a power of two."""
     width = q.shape[-1]
@@ -39,27 +45,34 @@ def serves(q: Tensor, k: Tensor, variant: Variant) -> bool:
     return is_plain(q, k) and not variant.fourier and fit and alike and on_device(q)
 
 
-def encode_both(
+def arguments_of_both(
     q: Tensor, k: Tensor, transform: Transform, q_positions: Tensor, k_positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute a transform of q and k at their positions; see :func:`encode`."""
+) -> Arguments:
+    """Return the arguments of :func:`encode` for a transform of q and k at their positions."""
     angles = _angles_of(transform, q_positions)
     if angles is None:
         q_power = transform.powers(q_positions, torch.float32)
         same = k_positions is q_positions
         k_positions = q_power if same else transform.powers(k_positions, torch.float32)
         q_positions = q_power
-    return encode(q, k, transform.normal, angles, q_positions, k_positions, transform.variant)
+    return q, k, transform.normal, angles, q_positions, k_positions, transform.variant
 
 
-def encode_one(x: Tensor, transform: Transform, positions: Tensor) -> Tensor:
-    """Compute a transform of x (B, H, T, D) at its positions, with keys of no tokens."""
+def arguments_of_one(x: Tensor, transform: Transform, positions: Tensor) -> Arguments:
+    """Return the arguments for x (B, H, T, D) alone: its keys have no tokens."""
     angles, keys = _angles_of(transform, positions), x[:, :, :0]
     none = positions[..., :0]
     if angles is None:
         positions = transform.powers(positions, torch.float32)
         none = positions[..., :0, :]
-    return encode(x, keys, transform.normal, angles, positions, none, transform.variant)[0]
+    return x, keys, transform.normal, angles, positions, none, transform.variant
+
+
+def arguments_of_phi(q: Tensor, k: Tensor | None = None) -> Arguments:
+    """Return the arguments for phi of q (B, H, T, D) and k (B, H, S, D), without P and Lambda."""
+    k = q[:, :, :0] if k is None else k
+    nowhere = torch.empty(0, dtype=torch.int64, device=q.device)
+    return q, k, None, None, nowhere, nowhere, Variant()
 
 
 def _angles_of(transform: Transform, positions: Tensor) -> Angles | Tensor | None:
@@ -100,9 +113,7 @@ def encode(
 
 def feature_maps(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute phi of q (B, H, T, D) and k (B, H, S, D): :func:`encode` without P and Lambda."""
-    k = q[:, :, :0] if k is None else k
-    nowhere = torch.empty(0, dtype=torch.int64, device=q.device)
-    return _Encoded.apply(q, k, None, None, None, nowhere, nowhere, 0, Variant())
+    return encode(*arguments_of_phi(q, k))
 
 
 class _Encoded(torch.autograd.Function):
@@ -118,14 +129,24 @@ class _Encoded(torch.autograd.Function):
         parameters = v, theta, column, q_positions, k_positions
         _launch(_encode, ctx, (q, k), parameters, out)
         reads_x = variant.phi or any(ctx.needs_input_grad[2:7])
+        ctx.key = proof.current()
         ctx.save_for_backward(*((q, k) if reads_x else (None, None)), *parameters)
         return tuple(out)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k):
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        by_definition = partial(_defined_gradients, ctx, saved, (grad_q, grad_k))
         if torch.is_grad_enabled():
-            return *_gradients_as_graph(ctx, (grad_q, grad_k)), None, None
-        q, k, v, theta, column, *positions = ctx.saved_tensors
+            return *by_definition(), None, None
+        by_kernels = partial(_Encoded._gradients, ctx, saved, grad_q, grad_k)
+        return *proof.backward(ctx.key, by_kernels, by_definition), None, None
+
+    @staticmethod
+    def _gradients(
+        ctx, saved: tuple[Tensor | None, ...], grad_q: Tensor, grad_k: Tensor
+    ) -> list[Tensor | None]:
+        q, k, v, theta, column, *positions = saved
         grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
         of_rows = [result_like(grads[0], width, time=time) for _, _, time, width in ctx.shapes]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
@@ -146,12 +167,14 @@ class _Encoded(torch.autograd.Function):
             1j * phase * turn if phased else None
             for phase, turn in zip(positions, turned, strict=True)
         )
-        return *of_rows, of_v, of_theta, of_column, *of_phases, None, None
+        return [*of_rows, of_v, of_theta, of_column, *of_phases]
 
 
-def _gradients_as_graph(ctx, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """Return the gradients of a call with their graph, for second derivatives."""
-    q, k, *parameters = ctx.saved_tensors
+def _defined_gradients(
+    ctx, saved: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    """Return the gradients of the definition, under create_graph with their graph."""
+    q, k, *parameters = saved
     if q is None:  # the map is linear in q and k, so any of them have the same gradient
         q, k = (grads[0].new_zeros(shape).requires_grad_() for shape in ctx.shapes)
 

@@ -71,7 +71,7 @@ def definition(
     hidden = ~visible(lag, causal, padding, segments, window)
     blind = hidden.all(-1, keepdim=True)
     weights = scores.masked_fill(hidden & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0.0)
-    return _dropped(weights, dropout, seed).to(v.dtype) @ v
+    return dropped(weights, dropout, seed).to(v.dtype) @ v
 
 
 def _decayed(
@@ -151,7 +151,7 @@ def dropout_of(dropout: float) -> tuple[int, float]:
     return threshold, STEPS / (STEPS - threshold) if threshold < STEPS else 0.0
 
 
-def _dropped(weights: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+def dropped(weights: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
     """Return the weights (B, H, T, S) after dropout."""
     threshold, inverse = dropout_of(dropout)
     return weights * kept(seed, weights.shape, threshold) * inverse if threshold else weights

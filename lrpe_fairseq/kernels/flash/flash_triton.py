@@ -7,7 +7,7 @@ Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width
 R lags of a table, C lags of biases of every token.
 """
 
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import gcd
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lrpe_fairseq.kernels.conditions import is_plain
+from lrpe_fairseq.kernels import proof
+from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.flash import flash, flash_kernels, flash_tiles
 from lrpe_fairseq.kernels.loader import launch, on_device
 from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like, straight
@@ -174,19 +175,54 @@ class _Flash(torch.autograd.Function):
         call = _Call(*map(rows_of, (q, k, v)), *terms, options)
         out, lse = call.output()
         ctx.save_for_backward(q, k, v, *terms, out, lse)
-        ctx.call, call.given = call, ()
+        ctx.call, call.given, ctx.key = call, (), proof.current()
         return out
 
     @staticmethod
     def backward(ctx, grad):
         *given, out, lse = ctx.saved_tensors
         ctx.call.given = tuple(map(rows_of, given[:3]))
-        found = ctx.call.gradients(rows_of(grad), out, lse, ctx.needs_input_grad)
+        found = proof.backward(
+            ctx.key,
+            lambda: ctx.call.gradients(rows_of(grad), out, lse, ctx.needs_input_grad),
+            lambda: _defined_gradients(ctx, given, grad),
+        )
         ctx.call.given = ()
         if torch.is_grad_enabled():
             sources = [x for x in (grad, *given) if x is not None]
             found = [x if x is None else flash.NoSecondDerivative.apply(x, *sources) for x in found]
         return *found, None
+
+
+def _defined_gradients(ctx, given: list[Tensor | None], grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the definition, which has all scores in memory."""
+    definition = partial(defined, options=ctx.call.options)
+    return gradients_of(definition, given, ctx.needs_input_grad[:8], (grad,))
+
+
+def defined(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    c: Tensor | None,
+    d: Tensor | None,
+    by_query: Tensor | None,
+    by_key: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """Compute :func:`flash.definition` of the arguments of the autograd function."""
+    decay, score_decay = options.decays
+    return flash.definition(
+        *(q, k, v),
+        table=table,
+        gates=None if c is None else (c, d),
+        by_query=by_query,
+        by_key=by_key,
+        decay=decay,
+        score_decay=score_decay,
+        **{name: x for name, x in options._asdict().items() if name != "decays"},
+    )
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -10,9 +10,14 @@ Axes: B batch, H heads, L = B H sequences, T query time, S key time, D key width
 M tiles of BM queries, N tiles of BN keys.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from lrpe_fairseq.kernels import proof
+from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.flash import flash, flash_triton, stick_kernels
 from lrpe_fairseq.kernels.flash.flash_triton import MaskedCall, Options, Tile, rows_of
 from lrpe_fairseq.kernels.flash.flash_triton import serves as serves
@@ -56,18 +61,38 @@ class _Stick(torch.autograd.Function):
         call = _Call(*map(rows_of, (q, k, v)), options)
         out = call.output()
         ctx.save_for_backward(q, k, v)
-        ctx.call, call.given = call, ()
+        ctx.call, call.given, ctx.key = call, (), proof.current()
         return out
 
     @staticmethod
     def backward(ctx, grad):
         given = ctx.saved_tensors
         ctx.call.given = tuple(map(rows_of, given))
-        found = ctx.call.gradients(rows_of(grad))
+        definition = partial(defined, options=ctx.call.options)
+        found = proof.backward(
+            ctx.key,
+            lambda: ctx.call.gradients(rows_of(grad)),
+            lambda: gradients_of(definition, given, ctx.needs_input_grad[:3], (grad,)),
+        )
         ctx.call.given = ()
         if torch.is_grad_enabled():
             found = [flash.NoSecondDerivative.apply(x, grad, *given) for x in found]
         return *found, None
+
+
+def defined(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    """Compute the attention of this module in differentiable operations.
+
+    All weights are in memory. A hidden key has the lowest score: its b is 0, and log(1 - b) too.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lag = flash.lags(q, k, True)
+    seen = flash.visible(lag, True, options.padding, options.segments, options.window) & (lag > 0)
+    scores = q.to(wide) @ k.to(wide).mT * options.scale
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min)
+    left = F.pad(F.softplus(scores), (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
+    shares = (F.logsigmoid(scores) - left).exp()
+    return flash.dropped(shares, options.dropout, options.seed).to(v.dtype) @ v
 
 
 def tile_of(call: "_Call") -> Tile:

@@ -16,6 +16,7 @@ exponentiated, and they are at most 0.
 Axes: L = B H sequences, T time, N chunks of C rows, D key width, E value width.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.linear import causal, sweep_triton
 from lrpe_fairseq.kernels.loader import launch, on_device
@@ -114,16 +116,25 @@ class _Sums(torch.autograd.Function):
         out, denominator = _outputs(q, k, v, states, keys, decay, shape, wanted, eps)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(*inputs, states, keys, decay, *kept)
-        ctx.shape, ctx.settings = shape, (wanted, eps)
+        ctx.shape, ctx.settings, ctx.key = shape, (wanted, eps), proof.current()
         rows = (shape.sequences // shape.heads, shape.heads)
         ctx.mark_non_differentiable(*([] if with_keys else [denominator]))
         return out.unflatten(0, rows), denominator.unflatten(0, rows)
 
     @staticmethod
     def backward(ctx, grad, grad_denominator):
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        by_definition = partial(_defined_gradients, ctx, saved[:4], grad, grad_denominator)
         if torch.is_grad_enabled():
-            return _gradients_as_graph(ctx, grad, grad_denominator)
-        q, k, v, log_decay, states, keys, decay, out, denominator = ctx.saved_tensors
+            return by_definition()
+        by_kernels = partial(_Sums._gradients, ctx, saved, grad, grad_denominator)
+        return proof.backward(ctx.key, by_kernels, by_definition)
+
+    @staticmethod
+    def _gradients(
+        ctx, saved: tuple[Tensor | None, ...], grad: Tensor, grad_denominator: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, log_decay, states, keys, decay, out, denominator = saved
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         grad = grad.contiguous().flatten(0, 1).float()
         g = None
@@ -152,8 +163,10 @@ def _decay_of(log_decay: Tensor | None, shape: _Shape) -> Tensor | None:
     return gates.unflatten(-1, (shape.chunks, CHUNK)).cumsum(-1).contiguous()
 
 
-def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a call with their graph, for second derivatives."""
+def _defined_gradients(
+    ctx, inputs: tuple[Tensor | None, ...], grad: Tensor, grad_denominator: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the definition, under create_graph with their graph."""
     wanted, eps = ctx.settings
 
     def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
@@ -161,8 +174,7 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor) -> tuple[Te
         return causal.present(*causal.definition(*rows, wanted, log_decay, eps))
 
     grads = (grad, grad_denominator) if wanted == "sums" else (grad,)
-    inputs, needed = ctx.saved_tensors[:4], ctx.needs_input_grad[:4]
-    return *gradients_of(definition, inputs, needed, grads), None, None
+    return *gradients_of(definition, inputs, ctx.needs_input_grad[:4], grads), None, None
 
 
 def _through_quotient(

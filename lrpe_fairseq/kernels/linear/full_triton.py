@@ -9,6 +9,7 @@ Axes: L = B H sequences, N parts of a sequence, T query time, S key time, D key 
 width.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import launch
@@ -74,7 +76,7 @@ class _Full(torch.autograd.Function):
         _launch(_output_kernel, q, v, *rows, denominator, state, eps, **_modes(wanted))
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(q, k, v, state, *kept)
-        ctx.settings = wanted, eps
+        ctx.settings, ctx.key = (wanted, eps), proof.current()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*([] if wanted == "sums" else [denominator]))
         return out, denominator
@@ -83,41 +85,57 @@ class _Full(torch.autograd.Function):
     def backward(ctx, grad, grad_denominator):
         if grad is None and grad_denominator is None:
             return (None,) * 5
-        q, k, v, state, out, denominator = ctx.saved_tensors
-        wanted, eps = ctx.settings
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        q, _, v, state, *_ = saved
         if grad is None:
             grad = state.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-        if wanted == "sums" and grad_denominator is None:
+        if ctx.settings[0] == "sums" and grad_denominator is None:
             grad_denominator = state.new_zeros(q.shape[:3])
+        by_definition = partial(_defined_gradients, ctx, saved[:3], grad, grad_denominator)
         if torch.is_grad_enabled():
-            return *_gradients_as_graph(ctx, grad, grad_denominator), None, None
-        grad = straight(grad)
-        modes = _modes(wanted)
-        # a kernel that does not read a pointer still needs one: any tensor of the device will do
-        g = q if grad_denominator is None else grad_denominator.float().contiguous()
-        inverses = q if denominator is None else denominator
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        sums_of_parts = _per_part(q, v)
-        rows = with_strides(q, grad, grad if out is None else out, dq)
-        _launch(_query_kernel, q, v, *rows, inverses, g, state, sums_of_parts, eps, **modes)
-        grad_state = sums_of_parts.sum(1)
-        _launch(_key_kernel, k, v, *with_strides(k, v, dk, dv), grad_state, KEYS=modes["KEYS"])
-        return dq, dk, dv, None, None
+            return *by_definition(), None, None
+        by_kernels = partial(_gradients, ctx.settings, saved, grad, grad_denominator)
+        return *proof.backward(ctx.key, by_kernels, by_definition), None, None
+
+
+def _gradients(
+    settings: tuple[str, float],
+    saved: tuple[Tensor, ...],
+    grad: Tensor,
+    grad_denominator: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v."""
+    q, k, v, state, out, denominator = saved
+    wanted, eps = settings
+    grad = straight(grad)
+    modes = _modes(wanted)
+    # a kernel that does not read a pointer still needs one: any tensor of the device will do
+    g = q if grad_denominator is None else grad_denominator.float().contiguous()
+    inverses = q if denominator is None else denominator
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    sums_of_parts = _per_part(q, v)
+    rows = with_strides(q, grad, grad if out is None else out, dq)
+    _launch(_query_kernel, q, v, *rows, inverses, g, state, sums_of_parts, eps, **modes)
+    grad_state = sums_of_parts.sum(1)
+    _launch(_key_kernel, k, v, *with_strides(k, v, dk, dv), grad_state, KEYS=modes["KEYS"])
+    return dq, dk, dv
 
 
 def _modes(wanted: str) -> dict[str, bool]:
     return {"KEYS": wanted != "numerator", "DIVIDE": wanted == "normalized"}
 
 
-def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of a call with their graph, for second derivatives."""
+def _defined_gradients(
+    ctx, inputs: tuple[Tensor, ...], grad: Tensor, grad_denominator: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of the definition, under create_graph with their graph."""
 
     def definition(*rows: Tensor) -> tuple[Tensor, ...]:
         sums = causal.full_definition(*(x.float() for x in rows), *ctx.settings)
         return tuple(narrow(x, grad.dtype) for x in causal.present(*sums))
 
     grads = causal.present(grad, grad_denominator)
-    return gradients_of(definition, ctx.saved_tensors[:3], ctx.needs_input_grad[:3], grads)
+    return gradients_of(definition, inputs, ctx.needs_input_grad[:3], grads)
 
 
 def _parts(x: Tensor) -> tuple[int, int]:

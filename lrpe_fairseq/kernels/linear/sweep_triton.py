@@ -16,7 +16,7 @@ D E + D numbers in memory: sum_t k_t v_t^T, then sum_t k_t.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import launch
@@ -201,7 +202,7 @@ class _Sweep(torch.autograd.Function):
         call.launch("forward", *rows, logs, denominator, states, eps, **call.modes)
         kept = (out, denominator) if wanted == "normalized" else (None, None)
         ctx.save_for_backward(q, k, v, log_decay, logs, states, whole, *kept)
-        ctx.settings = wanted, eps
+        ctx.settings, ctx.key = (wanted, eps), proof.current()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*([] if wanted == "sums" else [denominator]))
         return out, denominator.unflatten(0, q.shape[:2])
@@ -210,21 +211,25 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx, grad, grad_denominator):
         if grad is None and grad_denominator is None:
             return (None,) * 6
-        q, _, v, log_decay, *kept = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        q, k, v, log_decay, *kept = saved
         wanted, eps = ctx.settings
         if grad is None:
             grad = v.new_zeros((), dtype=torch.float32).expand(*q.shape[:3], v.shape[3])
         if wanted == "sums" and grad_denominator is None:
             grad_denominator = grad.new_zeros(q.shape[:3])
+        by_definition = partial(_defined_gradients, ctx, saved[:4], grad, grad_denominator)
         if torch.is_grad_enabled():
-            return *_gradients_as_graph(ctx, grad, grad_denominator), None, None
-        call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
-        *grads, of_gates = _gradients(
-            call, *ctx.saved_tensors[:3], straight(grad), grad_denominator, *kept
-        )
-        if of_gates is not None:
-            of_gates = of_gates.unflatten(0, q.shape[:2]).to(log_decay.dtype)
-        return *grads, of_gates, None, None
+            return *by_definition(), None, None
+
+        def by_kernels() -> list[Tensor | None]:
+            call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
+            *grads, of_gates = _gradients(call, q, k, v, straight(grad), grad_denominator, *kept)
+            if of_gates is not None:
+                of_gates = of_gates.unflatten(0, q.shape[:2]).to(log_decay.dtype)
+            return [*grads, of_gates]
+
+        return *proof.backward(ctx.key, by_kernels, by_definition), None, None
 
 
 def _sums_of_logarithms(call: _Call, gates: Tensor) -> Tensor:
@@ -236,8 +241,10 @@ def _sums_of_logarithms(call: _Call, gates: Tensor) -> Tensor:
     return logs
 
 
-def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of a call with their graph, for second derivatives."""
+def _defined_gradients(
+    ctx, inputs: tuple[Tensor | None, ...], grad: Tensor, grad_denominator: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of the definition, under create_graph with their graph."""
     wanted, eps = ctx.settings
 
     def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
@@ -246,7 +253,7 @@ def _gradients_as_graph(ctx, grad: Tensor, grad_denominator: Tensor | None) -> l
         return tuple(narrow(x, grad.dtype) for x in sums)
 
     grads = causal.present(grad, grad_denominator)
-    return gradients_of(definition, ctx.saved_tensors[:4], ctx.needs_input_grad[:4], grads)
+    return gradients_of(definition, inputs, ctx.needs_input_grad[:4], grads)
 
 
 def _gradients(

@@ -1,0 +1,369 @@
+"""Triton kernels are proved before they serve, and replaced by the definition where they fail.
+
+The kernels run in Triton's interpreter, and failures are injected at their launches.
+"""
+
+import importlib
+import logging
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+
+from lrpe_fairseq.attention.linear import linear_attention
+from lrpe_fairseq.encodings import build_encoding
+from lrpe_fairseq.kernels import dispatch, loader, probe_triton, proof
+from lrpe_fairseq.kernels.encode import encode_cpu
+from tests import triton_probe
+from tests.kernels.injected import Fails, Wrong, kernels_of, replaced
+
+pytestmark = [
+    pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not()),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter"),
+]
+
+
+PROVE = proof._prove  # tests/conftest.py replaces it
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Triton's kernels serve CPU tensors, and nothing is proved yet."""
+    monkeypatch.setattr(proof, "_prove", PROVE)
+    for name in ("_known", "_reasons"):
+        monkeypatch.setattr(proof, name, {})
+    monkeypatch.setattr(proof, "_warned", set())
+    monkeypatch.setattr(loader, "SERVED", {})
+    loader.interpret()
+    yield
+    loader.interpret(on=False)
+
+
+# --- calls: by name, tensors that learn, and a function of them ----------------------------------
+
+
+def rows(dtype=torch.float32, time=9, width=16, count=3):
+    generator = torch.Generator().manual_seed(3)
+    found = torch.rand(count, 1, 2, time, width, generator=generator).to(dtype)
+    return [x.clone().requires_grad_() for x in found]
+
+
+def linear(dtype, *, gates=False, causal=True, time=9):
+    def call():
+        leaves = rows(dtype, time)
+        decay = -torch.rand(1, 2, time, generator=torch.Generator().manual_seed(4)) / 8
+        leaves += [decay.requires_grad_()] if gates else []
+        out = linear_attention(*leaves[:3], causal=causal, log_decay=leaves[3] if gates else None)
+        return out, leaves
+
+    return call
+
+
+def encode(name):
+    def call():
+        q, k = rows(count=2)
+        encoding = build_encoding(name, 16, 2)
+        out = encoding.encode_both(q, k, torch.arange(9), torch.arange(9), phi=True)
+        return torch.cat(out), [q, k, *encoding.parameters()]
+
+    return call
+
+
+def softmax(form, **masks):
+    def call():
+        leaves = rows()
+        arguments = {"scale": 0.25, **masks}
+        if form == "table":
+            leaves.append(torch.linspace(-1, 1, 34).view(2, 17).requires_grad_())
+            arguments |= {"causal": True, "table": leaves[3], "first_lag": -8}
+        run = dispatch.stick_attention if form == "stick" else dispatch.flash_attention
+        out = run(*leaves[:3], **arguments)
+        if out is None:  # as attention computes what no kernel serves
+            out = definition_of(form)(*leaves[:3], **arguments)
+        return out, leaves
+
+    return call
+
+
+def definition_of(form):
+    from lrpe_fairseq.kernels.flash import flash
+    from tests.kernels import stick_cases
+
+    return stick_cases.definition if form == "stick" else flash.definition
+
+
+PADDING = torch.arange(9).ge(7).unsqueeze(0)
+CALLS = {
+    "encode.encode_triton": encode("lrpe-type3"),
+    "linear.causal_triton": linear(torch.float32, gates=True),
+    "linear.sweep_triton": linear(torch.float16, gates=True),
+    "linear.full_triton": linear(torch.float16, causal=False),
+    "flash.flash_kernels": softmax("table", padding=PADDING),
+    "flash.stick_kernels": softmax("stick"),
+}
+IN_PARTS = linear(torch.float16, time=130)
+"""Causal sums of a text that is divided into parts."""
+OF_PARTS = ("_sums_kernel", "_scan_kernel", "_later_kernel")
+LAUNCHES = [(module, kernel) for module in CALLS for kernel in kernels_of(module)]
+
+
+def call_of(module, kernel):
+    return IN_PARTS if module == "linear.sweep_triton" and kernel in OF_PARTS else CALLS[module]
+
+
+def computed(call):
+    """Return a loss and the gradients of what learns."""
+    out, leaves = call()
+    loss = (out.double() * torch.arange(out.numel()).cos().view_as(out)).sum()
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def without_triton(call, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "triton_kernels", lambda module: None)
+        return computed(call)
+
+
+def warnings_of(caplog):
+    return [x.getMessage() for x in caplog.records if x.levelno >= logging.WARNING]
+
+
+# --- launches that fail --------------------------------------------------------------------------
+
+
+def test_every_kernel_that_is_launched_has_a_case():
+    assert len(LAUNCHES) == 28
+
+
+@pytest.mark.parametrize(("module", "kernel"), LAUNCHES)
+def test_where_a_launch_fails_the_results_are_those_without_kernels_with_one_warning(
+    module, kernel, monkeypatch, caplog
+):
+    call = call_of(module, kernel)
+    monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
+    wanted = without_triton(call, monkeypatch)
+    with replaced(monkeypatch, module, kernel, Fails()) as failing:
+        first = computed(call)
+        launches = failing.launches
+        second = computed(call)
+    assert failing.launches == launches > 0  # of proofs, and none later
+    for found in (first, second):
+        assert all(map(torch.equal, found, wanted))
+    (said,) = warnings_of(caplog)
+    for part in ("OutOfResources", "Triton's interpreter", torch.__version__, kernel):
+        assert part in said
+    assert "LRPE_FAIRSEQ_KERNELS=0 switches all kernels off" in said
+    (served,) = [x for what, x in loader.SERVED.items() if what.startswith("kernel of ")]
+    assert served[0].startswith("definition, because")
+    assert kernel in served[0]
+
+
+WRONG = [
+    ("encode.encode_triton", "_encode", "q_out", "result 1"),
+    ("encode.encode_triton", "_encode_gradient", "of_k", "the gradient of k"),
+    ("linear.sweep_triton", "_key_kernel", "dv_ptr", "the gradient of v"),
+    ("linear.full_triton", "_query_kernel", "dq_ptr", "the gradient of q"),
+    ("linear.causal_triton", "_value_gradient_kernel", "grad_v_ptr", "the gradient of v"),
+    ("flash.flash_kernels", "key_gradient_kernel", "dk_ptr", "the gradient of k"),
+    ("flash.stick_kernels", "query_gradient_kernel", "dq_ptr", "the gradient of q"),
+]
+
+
+@pytest.mark.parametrize(("module", "kernel", "result", "said"), WRONG)
+def test_a_kernel_one_number_of_which_is_wrong_does_not_serve(
+    module, kernel, result, said, monkeypatch, caplog
+):
+    call = CALLS[module]
+    monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
+    wanted = without_triton(call, monkeypatch)
+    with replaced(monkeypatch, module, kernel, Wrong(result)):
+        found = computed(call)
+    assert all(map(torch.equal, found, wanted))
+    (warning,) = warnings_of(caplog)
+    assert f"{said} differs from the definition by" in warning
+
+
+def after_a_proof(call, monkeypatch):
+    """Return the results without kernels, after a call of proved kernels."""
+    monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
+    wanted = without_triton(call, monkeypatch)
+    computed(call)
+    assert all(proof._known.values())
+    return wanted
+
+
+LATER = [
+    ("encode.encode_triton", "_encode"),
+    ("linear.causal_triton", "_output_kernel"),
+    ("linear.full_triton", "_output_kernel"),
+    ("flash.stick_kernels", "output_kernel"),
+]
+
+
+@pytest.mark.parametrize(("module", "kernel"), LATER)
+def test_a_later_launch_that_fails_loses_nothing(module, kernel, monkeypatch, caplog):
+    call = CALLS[module]
+    wanted = after_a_proof(call, monkeypatch)
+    assert not warnings_of(caplog)
+    with replaced(monkeypatch, module, kernel, Fails()):
+        for _ in range(2):
+            assert all(map(torch.equal, computed(call), wanted))
+    assert len(warnings_of(caplog)) == 1
+
+
+BACKWARD = [
+    ("encode.encode_triton", "_encode_gradient"),
+    ("linear.sweep_triton", "_query_kernel"),
+    ("linear.causal_triton", "_key_gradient_kernel"),
+    ("linear.full_triton", "_key_kernel"),
+    ("flash.flash_kernels", "lag_sums_kernel"),
+    ("flash.stick_kernels", "rest_kernel"),
+]
+
+
+@pytest.mark.parametrize(("module", "kernel"), BACKWARD)
+def test_a_backward_pass_that_fails_after_its_forward_pass_gives_the_gradients_of_the_definition(
+    module, kernel, monkeypatch, caplog
+):
+    call = CALLS[module]
+    wanted = after_a_proof(call, monkeypatch)
+    with replaced(monkeypatch, module, kernel, Fails()) as failing:
+        first = computed(call)
+        assert failing.launches == 1
+        second = computed(call)
+    for found, expected in zip(first, wanted, strict=True):
+        bound = 2e-3 if found.dtype == torch.float16 or wanted[1].dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+    assert all(map(torch.equal, second, wanted))
+    (said,) = warnings_of(caplog)
+    assert f"in the backward pass {kernel}" in said
+
+
+def test_where_the_definition_fails_too_one_sentence_names_the_switch(monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    call = CALLS["linear.full_triton"]
+    computed(call)
+    from lrpe_fairseq.kernels.linear import full_triton
+
+    monkeypatch.setattr(full_triton, "_defined_gradients", no_memory)
+    with (
+        replaced(monkeypatch, "linear.full_triton", "_key_kernel", Fails()),
+        pytest.raises(RuntimeError, match=r"out of memory\): set LRPE_FAIRSEQ_KERNELS=0, which"),
+    ):
+        computed(call)
+
+
+# --- proofs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", CALLS)
+def test_a_proof_launches_what_the_call_does_and_draws_no_random_numbers(module, monkeypatch):
+    seen = {True: set(), False: set()}
+
+    def launch(kernel, grid, args, constants):
+        in_proof = threading.current_thread().name == "lrpe_fairseq-proof"
+        if kernel.fn.__module__ != probe_triton.__name__:
+            seen[in_proof].add((kernel.fn.__name__, *sorted(constants.items())))
+        kernel[grid](*args, **constants)
+
+    monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
+    monkeypatch.setattr(loader, "_launch", launch)
+    state = torch.get_rng_state()
+    computed(CALLS[module])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seen[False] == seen[True]
+    assert seen[True]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_proof_sees_nothing_of_its_caller(reentrant):
+    """Checkpointing counts saved tensors, and computes the call again in the backward pass."""
+    q, k, v = rows(torch.float16)
+
+    def attention(q, k, v):
+        return linear_attention(q, k, v, causal=False)
+
+    wanted = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    proof._known.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=reentrant)
+    out.sum().backward()
+    assert all(map(torch.equal, (q.grad, k.grad, v.grad), wanted))
+    assert list(proof._known.values()) == [True]
+
+
+def test_texts_of_other_lengths_need_no_other_proof():
+    for time in (70, 101, 128, 90):
+        x = torch.rand(40, 4, time, 16).half()
+        proofs = importlib.import_module(dispatch.PROOFS[dispatch.FULL])
+        keys = {proofs.full_key_of(x, x, x, "sums", 1e-6)}
+        keys |= {proofs.full_key_of(x[:, :, :66], x[:, :, :66], x[:, :, :66], "sums", 1e-6)}
+        assert len(keys) == 1
+
+
+# --- keys, threads, capture ----------------------------------------------------------------------
+
+
+def key(device="cpu", constants=()):
+    return proof.Key("sums", torch.device(device), constants)
+
+
+def test_every_device_and_every_set_of_constants_is_proved(monkeypatch):
+    proved = []
+    monkeypatch.setattr(proof, "_why_wrong", lambda example: proved.append(example) or "")
+    for device, constants in (("cpu:0", 1), ("cpu:1", 1), ("cpu:0", 2), ("cpu:1", 1)):
+        made = (device, constants)
+        found = proof.run(key(device, (constants,)), lambda made=made: made, lambda: "kernels")
+        assert found == "kernels"
+    assert proved == [("cpu:0", 1), ("cpu:1", 1), ("cpu:0", 2)]
+
+
+def test_while_a_graph_is_captured_only_proved_kernels_run(monkeypatch):
+    def example():
+        raise AssertionError("a proof while a graph is captured")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert proof.run(key("cuda:0"), example, lambda: "kernels") is None
+    assert proof._known == {}
+    assert loader.SERVED == {}
+    monkeypatch.setitem(proof._known, key("cuda:0"), True)
+    assert proof.run(key("cuda:0"), example, lambda: "kernels") == "kernels"
+
+
+def test_a_thread_does_not_wait_for_the_proof_of_another(monkeypatch):
+    """It could be the thread in which autograd computes what the proof waits for."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def why_wrong(example):
+        inside.set()
+        assert leave.wait(60)
+        return ""
+
+    monkeypatch.setattr(proof, "_why_wrong", why_wrong)
+    found = []
+    first = threading.Thread(
+        target=lambda: found.append(proof.run(key(), lambda: None, lambda: "kernels"))
+    )
+    first.start()
+    assert inside.wait(60)
+    assert proof.run(key(), lambda: None, lambda: "kernels") is None
+    leave.set()
+    first.join()
+    assert found == ["kernels"]
+    assert proof.run(key(), lambda: None, lambda: "kernels") == "kernels"
+
+
+def test_what_is_no_failure_of_a_launch_is_raised(monkeypatch):
+    monkeypatch.setitem(proof._known, key(), True)
+
+    def kernels():
+        raise ValueError("a window needs causal attention")
+
+    with pytest.raises(ValueError, match="needs causal attention"):
+        proof.run(key(), None, kernels)
+    assert proof._known[key()]
+    assert proof.current() is None
