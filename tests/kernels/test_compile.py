@@ -16,7 +16,7 @@ from tests.end_to_end.cases import each_encoding_once, usable
 
 COMPOSED = (
     ("linear", "gated:lrpe-type2"),
-    ("linear", "channel:rope"),
+    ("linear", "gated-channel:rope"),
     ("softmax", "selective:rope"),
     ("linear", "path:lrpe-type2"),
     ("softmax", "gated:path:rope"),
