@@ -25,6 +25,7 @@ module                 what it mends
 ``numpy_names``        names that numpy removed
 ``option_text``        the text of an option is not run as code
 ``partial_scores``     no score of a part of the samples
+``paths``              a path with a colon in it is one path
 ``processes``          GLUE metrics, checkpoints and the end of several processes
 ``resumed_place``      the place in the data with other batches; another model is refused
 ``run_state``          trainings of a sweep do not share state
@@ -63,6 +64,7 @@ from lrpe_fairseq.compat.nested_options import flatten_nested_options
 from lrpe_fairseq.compat.numpy_names import restore_numpy_names
 from lrpe_fairseq.compat.option_text import evaluate_options_as_literals
 from lrpe_fairseq.compat.partial_scores import refuse_partial_scores
+from lrpe_fairseq.compat.paths import keep_existing_paths_whole
 from lrpe_fairseq.compat.processes import (
     gather_predictions,
     join_the_processes_of_torchrun,
@@ -102,6 +104,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     silence_deprecations_of_hydra,
     refuse_partial_scores,
     refuse_a_missing_path,
+    keep_existing_paths_whole,
     give_every_run_a_state_of_its_own,
     refuse_other_dictionaries,
     say_how_long_a_training_takes,
