@@ -68,7 +68,7 @@ def test_a_page_says_where_no_row_is_better_than_n_grams(root):
     ngrams(root, 39.0)
     found = text(root)
     assert "**N-grams.** No row is better than 6-grams of as many training tokens" in found
-    assert "training tokens (39.00): its order is one of learning n-grams." in found
+    assert "training tokens (39.00): its order shows how fast models learn n-grams." in found
     assert f"| {names.format('39.00')}" in found
     assert "| the same with a cache of the context | 34.00 | | |" in found
     ngrams(root, 41.0)
@@ -97,7 +97,7 @@ def test_models_that_have_learned_and_fail_elsewhere_have_no_order_of_learning_n
     write_run(path, {**known, "metrics": {"valid": both}, "protocol": described})
     found = text(root)
     assert "No row in `far` is better than 6-grams of as many training tokens (41.00)." in found
-    assert "of learning n-grams" not in found
+    assert "learn n-grams" not in found
 
 
 def test_n_grams_of_another_test_set_are_refused(root):
@@ -267,7 +267,7 @@ def test_what_was_not_trained_follows_from_the_runs():
     results = results_of(ROOT)
     every = [words for _, words in evidence.LARGER["language model"].values()]
     said = evidence.not_trained(results, "softmax", ["rope", "an-unknown-one"])
-    assert said == f"Not trained: {'; '.join(every)}."
+    assert said == f"Not compared at a larger scale: {'; '.join(every)}."
     said = evidence.not_trained(results, "softmax", ["rope", "lrpe-type2"])
     view = results.column("books", "softmax-test", "books")
     assert {"rope", "lrpe-type2"} <= {view.names[row] for row in view.ranked()}

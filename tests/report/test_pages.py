@@ -150,7 +150,8 @@ def test_a_statement_shows_the_papers_numbers_and_ours(root):
     stated = [{**given, "first": "PER-LN", "others": ["Base"]}]
     (root / "results" / "paper" / "statements.yaml").write_text(yaml.safe_dump(stated))
     [found] = choosing.statements(Results(root))
-    assert (found["paper"], found["ours"]) == ("31.00, 34.00", "40.30, 60.30")
+    ours = "valid: `permuteformer, layernorm` 40.30, `none, sinusoidal` 60.30"
+    assert (found["paper"], found["ours"]) == ("31.00, 34.00", ours)
     assert found["verdict"] == "holds"
 
 

@@ -107,6 +107,7 @@ def quickstart(root: Path) -> str:
         sample=written,
         method=views[0].names[written["row"]],
         learned=results.column("budget", "softmax-16200", "annealed"),
+        shorter=[results.column("budget", f"{k}-5400", "annealed") for k in ("linear", "softmax")],
         characters=_tokens_read(sheets[0]),
     )
 
@@ -127,6 +128,7 @@ def _values(results: Results) -> dict[str, Callable]:
         "of_ngrams": evidence.of_ngrams,
         "unbeaten": evidence.unbeaten,
         "best_of": evidence.best_of,
+        "agreement_of": documents.agreement,
         "most_gained": partial(evidence.most_gained, results),
         "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),
         "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),
@@ -165,11 +167,12 @@ def statements(results: Results) -> list[dict[str, str]]:
 def _stated(results: Results, statement: Mapping[str, Any]) -> dict[str, str]:
     view = results.column(statement["table"], statement["column"], statement["scale"])
     rows = [statement["first"], *statement["others"]]
+    ours = [view.named(row) if row in view.rows else f"{row} not run" for row in rows]
     printed = [f"{view.paper[row]:.2f}" for row in rows if row in view.paper]
     return {
         **statement,
         "paper": ", ".join(printed) if len(printed) == len(rows) else "",
-        "ours": ", ".join(view.short(row) if row in view.rows else "not run" for row in rows),
+        "ours": f"{view.column.split}: {', '.join(ours)}",
         "verdict": verdict(view, statement["first"], statement["others"]),
     }
 
@@ -198,7 +201,7 @@ def index(results: Results) -> str:
     known = {name for names in GROUPS.values() for name in names}
     others = [t.name for t in results.tables.values() if t.name not in known and not t.page]
     groups = {
-        title: [(table, _first(results, table)) for table in listed]
+        title: [(table, *_first(results, table)) for table in listed]
         for title, names in {**GROUPS, "Others": others}.items()
         if (listed := [results.tables[name] for name in names if results.sheets_of(name)])
     }
@@ -209,10 +212,10 @@ def index(results: Results) -> str:
     return markdown.rendered("results.md.j2", **values)
 
 
-def _first(results: Results, table: Table) -> str:
-    """Return the unbeaten rows of a table's first headline columns."""
+def _first(results: Results, table: Table) -> tuple[str, str, str]:
+    """Return metric, better direction and unbeaten rows of a table's first headline columns."""
     if table.compare == "columns":
-        return "–"
+        return "", "", "–"
     sheet = results.sheets_of(table.name)[0]
     # The first headline of each attention type; further ones are on the page.
     first: dict[str, ColumnView] = {}
@@ -221,7 +224,10 @@ def _first(results: Results, table: Table) -> str:
     kinds = {kind: "" if kind == ANY else f"{kind} " for kind in first}
     best = "; ".join(f"{kinds[kind]}{_best(view)}" for kind, view in first.items())
     scale = sheet.scale
-    return best if scale == "small" else f"`{scale}`: {best}"
+    column = next(iter(first.values())).column
+    text = best if scale == "small" else f"`{scale}`: {best}"
+    metric = {"": "average", "ppl": "perplexity", "bleu": "BLEU"}.get(column.metric, column.metric)
+    return metric.replace("_", " "), column.better, text
 
 
 def _best(view: ColumnView) -> str:

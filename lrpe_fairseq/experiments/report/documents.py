@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.report.results import Results
 from lrpe_fairseq.experiments.report.sheets import Sheet
 
 FILE = "results/paper/documents.yaml"
-HEAD = ("document", "scale", "rows", "seeds", "agreement", "missing")
+HEAD = ("document", "scale", "rows", "seeds", "agreement", "note")
 PAPER = "paper"
 """The scale of the published settings, in every table that has one."""
 
@@ -86,7 +86,7 @@ def agreement(views: Sequence[ColumnView]) -> str:
         rows = [row for row in view.ranked() if row in view.paper]
         ours, theirs = [view.mean(row) for row in rows], [view.paper[row] for row in rows]
         found = orders.correlation(ours, theirs)
-        text = f"{len(rows)} rows, too few"
+        text = f"{len(rows)} row{'s' * (len(rows) != 1)}, too few"
         if found is not None:
             text = f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
         elif len(rows) >= orders.FEWEST_RANKED:

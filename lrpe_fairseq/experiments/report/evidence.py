@@ -58,7 +58,7 @@ PLACES = (
         name="WikiText-2, 1,800 updates",
         table="extrapolation",
         scale="small",
-        columns=("blocks-128", "paired-512", "paired-2048"),
+        columns=("paired-128", "paired-512", "paired-2048"),
         pairs=(SOFTMAX, ROTATED, CONTENT, LAYERNORM, BARE),
     ),
     Place(
@@ -107,7 +107,7 @@ PLACES = (
         name="books: 6 x 512, 49 M tokens",
         table="books",
         scale="books",
-        columns=("test", "paired-2048", "paired-8192"),
+        columns=("paired-512", "paired-2048", "paired-8192"),
         pairs=(SOFTMAX, ROTATED, CONTENT, LAYERNORM),
     ),
 )
@@ -131,7 +131,9 @@ def lrpe_against_rope(results: Results) -> str:
     text = markdown.table(head, rows)
     if not missing:
         return text
-    return "\n".join([text, "", "Not trained:", "", *(f"- {words}" for words in missing)])
+    return "\n".join(
+        [text, "", "Pairs that were not trained:", "", *(f"- {words}" for words in missing)]
+    )
 
 
 def _of_pair(results: Results, place: Place, pair: Pair) -> list[str]:
@@ -170,7 +172,7 @@ def learned(view: ColumnView, rows: Sequence[str]) -> str:
 
 LARGER = {
     "language model": {
-        "contrast": ("long", "16,200 updates on WikiText-2"),
+        "contrast": ("long", "16,200 updates on WikiText-2 without absolute positions"),
         "medium": ("medium", "4 x 192 on 20 M tokens of books"),
         "books": ("books", "6 x 512 on 49 M tokens of books"),
     },
@@ -191,7 +193,7 @@ def not_trained(
         for table, (scale, words) in LARGER[task].items()
         if not set(compared) <= _trained(results, table, scale, attention)
     ]
-    return f"Not trained: {'; '.join(lacking)}." if lacking else ""
+    return f"Not compared at a larger scale: {'; '.join(lacking)}." if lacking else ""
 
 
 def _trained(results: Results, table: str, scale: str, attention: str) -> set[str]:
@@ -223,7 +225,7 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
         return f"Compared with {order} of as many tokens, {both}."
     return (
         f"No language model among them is better than {order} of as many tokens: {both}. So their "
-        "orders are orders of learning n-grams."
+        "orders show how fast models learn n-grams."
     )
 
 
@@ -282,7 +284,7 @@ class Budget(NamedTuple):
 
 
 LADDERS = {
-    "WikiText-2 in blocks of 256, validation, with sinusoidal positions": (
+    "WikiText-2 in blocks of 256, validation, with sinusoidal positions, rates annealed to zero": (
         Budget("budget", "annealed", "{attention}-1800", "3 x 128"),
         Budget("budget", "annealed", "{attention}-5400", "3 x 128"),
         Budget("budget", "annealed", "{attention}-16200", "3 x 128"),
@@ -329,8 +331,15 @@ def _ladder_table(climbs: Sequence[Climb]) -> str:
     for climb in climbs:
         texts = {(rung.tokens, rung.size): rung.text for rung in climb.rungs}
         cells = [texts.get(budget, "") for budget in budgets]
-        lines.append([climb.attention, f"`{climb.method}`", *cells, may_turn(climb.rungs)])
-    return markdown.table(["attention", "method", *titles, "may turn within ten times"], lines)
+        lines.append([climb.attention, f"`{climb.method}`", *cells])
+    head = ["attention", "method", *titles]
+    turns = [may_turn(climb.rungs) for climb in climbs]
+    # A column of one word would repeat it in every line.
+    if len(set(turns)) == 1:
+        said = f"May turn within ten times the tokens: {turns[0]}, in every row."
+        return f"{markdown.table(head, lines)}\n\n{said}"
+    lines = [[*line, turn] for line, turn in zip(lines, turns, strict=True)]
+    return markdown.table([*head, "may turn within ten times"], lines)
 
 
 def _climbs(results: Results, attention: str, budgets: Sequence[Budget]) -> Iterator[Climb]:
@@ -411,26 +420,35 @@ AGREEMENT = (
     ("Table 2 on books", "table2", "books", "valid"),
 )
 """Name, table, scale and column, without the attention, of the rows of the LRPE paper's Table 2."""
+TOO_FEW, ABSENT = "fewer than ten rows", "not trained"
+"""Why a rank correlation is not shown."""
 
 
 def agreement(results: Results) -> str:
     """Return a table of the rank correlations with the published Table 2."""
     rows = []
+    lacking: dict[str, list[str]] = {}
     for name, table, scale, key in AGREEMENT:
         for attention in ("linear", "softmax"):
             view = column_of(results, table, scale, f"{attention}-{key}")
-            rows.append([name, attention, *_agreement_of(view)])
-    return markdown.table(["training", "attention", "rows", "rank correlation"], rows)
+            number, found = _agreement_of(view)
+            if found in (TOO_FEW, ABSENT):
+                lacking.setdefault(found, []).append(f"{name} ({attention})")
+            else:
+                rows.append([name, attention, number, found])
+    text = markdown.table(["training", "attention", "rows", "rank correlation"], rows)
+    said = [f"{why.capitalize()}: {'; '.join(where)}." for why, where in lacking.items()]
+    return "\n\n".join([text, *said])
 
 
 def _agreement_of(view: ColumnView | None) -> tuple[str, str]:
     """Return how many rows a column shares with its paper, and their rank correlation as text."""
     rows = [row for row in view.ranked() if row in view.paper] if view else []
     if view is None or not rows:
-        return "0", "not trained"
+        return "0", ABSENT
     ours = [view.mean(row) for row in rows]
     correlation = orders.correlation(ours, [view.paper[row] for row in rows])
     if correlation is None:
-        return str(len(rows)), "fewer than ten rows"
+        return str(len(rows)), TOO_FEW
     interval = f"[{correlation.low:.2f}, {correlation.high:.2f}]"
     return str(len(rows)), f"{correlation.value:.2f} {interval}"

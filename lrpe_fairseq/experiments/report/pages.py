@@ -239,8 +239,8 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
         where = "" if len(members) == len(known) else f" in {_columns(members, known)}"
         order = members[0].yardstick["order"]
         ngrams = f"{order}-grams of as many training tokens ({value:.2f})"
-        what_orders_are = "its order is one" if len(members) == 1 else "the orders are orders"
-        rest = "." if fails else f": {what_orders_are} of learning n-grams."
+        shown = "its order shows" if len(members) == 1 else "the orders show"
+        rest = "." if fails else f": {shown} how fast models learn n-grams."
         lines.append(f"**N-grams.** No row{where} is better than {ngrams}{rest}")
     return lines
 
