@@ -74,7 +74,7 @@ def test_every_listed_name_is_an_encoding_and_has_one_place():
     listed = [name for names in plots.LOOKS.values() for name in names.split() if name != "-"]
     assert len(set(listed)) == len(listed)
     assert set(listed) <= set(NAMES)
-    assert all(len(names.split()) <= plots.COLORS for names in plots.LOOKS.values())
+    assert all(len(names.split()) <= len(plots.COLORS) for names in plots.LOOKS.values())
 
 
 @pytest.fixture

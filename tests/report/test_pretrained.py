@@ -41,8 +41,13 @@ def part(root, name, measured):
     return pretrained.parts(root)[name]
 
 
-def test_a_part_without_a_file_says_that_it_was_not_measured(tmp_path):
-    assert set(pretrained.parts(tmp_path).values()) == {pretrained.MISSING}
+def test_a_part_without_a_file_refers_to_one_list_with_its_command(tmp_path):
+    found = pretrained.parts(tmp_path)
+    listed = found.pop("missing")
+    assert set(found.values()) == {pretrained.MISSING}
+    assert [line.split(":")[0] for line in listed.splitlines()] == [f"- {name}" for name in found]
+    part(tmp_path, "own", OWN)
+    assert "benchmarks.hf.own" not in pretrained.parts(tmp_path)["missing"]
 
 
 def test_every_part_ends_with_versions_hardware_and_commit(tmp_path):

@@ -28,8 +28,8 @@ HIGHEST = 200.0
 CURVES = {
     "linear": ["NoPE", "RoPE", "Type2", "RoPE-LN", "Type2-LN", "Type2, content", "Type4", "PER",
                "ALiBi", "FoX, open", "Type2, gated, open"],
-    "softmax": ["NoPE", "Sinusoidal", "RoPE", "Type2", "PER", "ALiBi", "T5, T/4", "KERPLE-log",
-                "FoX, open", "Type2, gated, open", "stick-breaking"],
+    "softmax": ["NoPE", "Sinusoidal", "RoPE", "Type2", "PER", "ALiBi", "T5, T/4", "XL",
+                "KERPLE-log", "FoX, open", "Type2, gated, open", "stick-breaking"],
 }  # fmt: skip
 GROUPS = {
     "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "angles", "contrast",
@@ -296,8 +296,8 @@ def _of_ngrams(views: list[tuple[int, ColumnView]]) -> dict[str, list[plots.Poin
 def draw_speed(path: Path, results: Results) -> None:
     """Draw validation perplexity over training speed on a GPU, a panel per attention type."""
     x, y = (
-        "training speed on a GPU, relative to no encoding (*: before the flash kernel)",
-        "perplexity",
+        "training speed on a GPU, relative to no encoding\n*: measured with older kernels",
+        "validation perplexity, lower is better",
     )
     panels = []
     for attention in ("linear", "softmax"):
@@ -310,5 +310,5 @@ def draw_speed(path: Path, results: Results) -> None:
             fast = speed.speed(results.root, "cuda", attention, method)
             if fast != "–":
                 points.setdefault(label + fast[4:], (float(fast[:4]), view.mean(row)))
-        panels.append(plots.Panel(f"{attention} attention", x, points, f"validation {y}"))
+        panels.append(plots.Panel(f"{attention} attention", x, points, y))
     plots.points(path, panels)

@@ -441,22 +441,50 @@ def _curves(views: list[ColumnView]) -> dict[str, list[plots.Point]]:
 def _caption(views: list[ColumnView]) -> str:
     """Return what a picture shows, for those who do not see it."""
     if _by_updates(views):
-        return "Values by updates of training"
-    return "Ours against the paper" if _against_paper(views) else "Values"
+        return f"{_metric(views[0])} by updates of training"
+    if paper := _against_paper(views):
+        return f"{_metric(paper[0])}: ours against the paper's"
+    drawn = [view for view in views if len(view.ranked()) >= FEWEST]
+    return f"{_metric(drawn[0])} of the rows of the table" if drawn else ""
+
+
+def _metric(view: ColumnView) -> str:
+    """Return the name of a column's metric at the beginning of a sentence."""
+    name = plots.axis(view).rpartition(",")[0]
+    return name[:1].upper() + name[1:]
 
 
 def _note(sheet: Sheet, views: list[ColumnView]) -> str:
     """Return the sentences below a picture: what it shows, and what it does not."""
-    if _by_updates(views):
-        return "Every point is a training of its own. Grey dashes: n-grams of as many tokens."
+    if budgets := _by_updates(views):
+        return f"Every point is a training of its own.{_of_curves(budgets)}"
     if not _against_paper(views):
-        return "Points are means over seeds; lines go from the lowest to the highest seed."
+        return _of_dots([view for view in views if len(view.ranked()) >= FEWEST])
     said = (
         f"Each point is a method: the paper's value and ours at scale `{sheet.scale}`. Models, "
         "data and trainings differ from the paper's, so only orders can be compared."
     )
     one_seed = all(view.is_open for view in views if view.ranked())
     return said + (" Ours have one seed, so these orders may be chance." if one_seed else "")
+
+
+def _of_curves(panels: Iterable[plots.Panel]) -> str:
+    """Return the sentences on the n-grams of curves over updates; empty without them."""
+    known = [panel.rows[plots.NGRAMS] for panel in panels if plots.NGRAMS in panel.rows]
+    if not known:
+        return ""
+    text = " Grey: n-grams of as many training tokens"
+    level = any(a[1] == b[1] for curve in known for a, b in itertools.pairwise(curve))
+    return text + (", or of the whole training text once models read it again." if level else ".")
+
+
+def _of_dots(views: list[ColumnView]) -> str:
+    """Return the sentences below dots."""
+    one_seed = {len(view.cells[row]) for view in views for row in view.ranked()} == {1}
+    said = "Points are means over seeds; lines go from the lowest to the highest seed."
+    text = "Every point is one seed, so an order may be chance." if one_seed else said
+    panels = [_panel(view) for view in views]
+    return text + (" A number with an arrow is beyond the axis." if plots.leaves(panels) else "")
 
 
 def _draw(path: Path, views: list[ColumnView]) -> None:
@@ -473,7 +501,21 @@ def _draw(path: Path, views: list[ColumnView]) -> None:
 
 def _panel(view: ColumnView) -> plots.Panel:
     rows = {view.names[row]: list(view.cells[row].values()) for row in view.ranked()}
-    return plots.Panel(_place(view), plots.axis(view), rows, kind=view.kind, marks=_marks(view))
+    base = view.names.get(view.table.baseline, "") if view.table.compare == "rows" else ""
+    return plots.Panel(
+        _title(view),
+        plots.axis(view),
+        rows,
+        kind=view.kind,
+        marks=_marks(view),
+        baseline=base,
+    )
+
+
+def _title(view: ColumnView) -> str:
+    """Return the title of a panel; a column that is named by its updates says so."""
+    unit = " updates" if UPDATES.fullmatch(view.column.title) else ""
+    return _place(view) + unit
 
 
 def _marks(view: ColumnView) -> dict[str, float]:
@@ -488,4 +530,4 @@ def _panel_against_paper(view: ColumnView) -> plots.Panel:
     rows = {view.names[row]: (view.paper[row], view.mean(row)) for row in ranked}
     x = f"paper, {view.column.better} is better"
     y = f"ours: {plots.axis(view)}"
-    return plots.Panel(_place(view), x, rows, y, view.kind, _marks(view))
+    return plots.Panel(_title(view), x, rows, y, view.kind, _marks(view))

@@ -26,18 +26,19 @@ LOOKS = {
     "D": "ape-tree kerple-power sandwich fire cape-alibi cape-kerple cape-fire shaw deberta cope",
     "v": "tape",
 }
-"""Marker -> the methods that have it, in the order of matplotlib's colors; "-" is free.
+"""Marker -> the methods that have it, in the order of COLORS; "-" is free.
 
 A method keeps its place for ever, so that its pictures do not change. One that is not here has a
 place of SPARE, by its name: it needs no entry, and may get one.
 """
-COLORS = 10
+COLORS = [f"C{n}" if n != 7 else "black" for n in range(10)]
+"""Matplotlib's colors, with black for its grey: grey are the yardsticks only."""
 PLACES = {
-    name: (f"C{color}", marker)
+    name: (color, marker)
     for marker, names in LOOKS.items()
-    for color, name in enumerate(names.split())
+    for color, name in zip(COLORS, names.split(), strict=False)
 }
-SPARE = [(f"C{color}", marker) for marker in "PX<>ph*d" for color in range(COLORS)]
+SPARE = [(color, marker) for marker in "PX<>ph*d" for color in COLORS]
 DASHES = {"layernorm": "--", "content": ":", "none": "-.", "no positions": "--"}
 """Line of a variant of a method."""
 NGRAMS, CACHED = "n-grams", "n-grams and cache"
@@ -61,6 +62,23 @@ TICKS = {
     math.inf: (1,),
 }
 """Ratio of the largest to the least value of a logarithmic axis, at most -> its labels."""
+NEAR = 28
+"""Distance in points of a label's middle from its marker, above which a line joins them."""
+OFFSETS = [
+    (round(1.6 * far * math.cos(turn * math.tau / 24)), round(far * math.sin(turn * math.tau / 24)))
+    for far in range(7, 130, 4)
+    for turn in range(24)
+]
+"""Where the middle of a label may stand, from its marker, in points: the nearest first."""
+LABEL = {
+    "xytext": (0, 0),
+    "textcoords": "offset points",
+    "ha": "center",
+    "va": "center",
+    "fontsize": 8,
+}
+LINE_TO = {"arrowprops": {"arrowstyle": "-", "color": "grey", "linewidth": 0.5, "shrinkA": 0}}
+"""Style of a label, and of the line from one that is far from its point."""
 Point = tuple[float, float, float, float]
 """x, and the mean, the lowest and the highest value over the seeds."""
 
@@ -70,7 +88,7 @@ class Panel:
     """One pair of axes.
 
     rows: method -> what is drawn. kind: of the values (``ColumnView``). marks: name -> value of a
-    line over the whole panel.
+    line over the whole panel. baseline: the method that is named as such.
     """
 
     title: str
@@ -79,12 +97,12 @@ class Panel:
     y: str = ""
     kind: str = ""
     marks: Mapping[str, float] = field(default_factory=dict)
+    baseline: str = ""
 
 
 def blank(width: float, height: float) -> Any:
     """Return an empty figure; sizes in inches. Raises: ImportError without matplotlib."""
-    for name in ("matplotlib", "adjustText"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # fairseq sets all to DEBUG
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq sets all to DEBUG
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -172,10 +190,10 @@ def _axes(panels: Sequence[Panel], width: float, height: float) -> tuple[Any, li
 def dots(path: Path, panels: Sequence[Panel]) -> None:
     """Draw a row per method: mean, and a line over the seeds. rows: method -> their values.
 
-    Panels that differ in the attention type only have one range. A value far beyond the others
-    stands as a number at the edge.
+    Panels that differ in the attention type only have one range: that of the rows, not of the
+    marks. A value far beyond the others, and a mark beyond the rows, stand as numbers at the edge.
     """
-    labels = [[name.replace(" (", "\n(") for name in panel.rows] for panel in panels]
+    labels = [[_label(panel, name) for name in panel.rows] for panel in panels]
     # Labels with a second line need twice the height.
     tallest = max(len("\n".join(names).splitlines()) for names in labels)
     figure, every = _axes(panels, 5.2, 1.2 + 0.2 * tallest)
@@ -195,18 +213,35 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
         axes.set_yticks(range(len(points)), names, fontsize=8)
         # The first row on top, as in the table.
         axes.set_ylim(len(points) - 0.5, -0.5)
-        _mark(axes, panel.marks, "x")
         _share(axes, _of_pair(panels, panel), panel.kind, most)
+        _mark(axes, panel.marks, "x")
         if panel.kind == "plain" and points[0][1] > 10_000:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M")
     save(figure, path)
 
 
+def leaves(panels: Sequence[Panel]) -> bool:
+    """True if :func:`dots` writes a value or a mark of ``panels`` as a number at the edge."""
+    for panel in panels:
+        values = _of_pair(panels, panel)
+        most = _most(values, panel.kind)
+        inside = [value for value in values if value <= most]
+        beyond = any(point(0, seeds)[1] > most for seeds in panel.rows.values())
+        if beyond or any(not min(inside) <= x <= max(inside) for x in panel.marks.values()):
+            return True
+    return False
+
+
+def _label(panel: Panel, method: str) -> str:
+    """Return the name of a row of dots."""
+    name = f"baseline: {method}" if method == panel.baseline else method
+    return name.replace(" (", "\n(")
+
+
 def _of_pair(panels: Sequence[Panel], panel: Panel) -> list[float]:
-    """Return the values and marks of a panel and of those that differ in attention only."""
+    """Return the values of a panel and of those that differ in attention only."""
     pair = [x for x in panels if (_subject(x), x.kind) == (_subject(panel), panel.kind)]
-    seeds = [value for x in pair for values in x.rows.values() for value in values]
-    return [*seeds, *(value for x in pair for value in x.marks.values())]
+    return [value for x in pair for values in x.rows.values() for value in values]
 
 
 def _subject(panel: Panel) -> str:
@@ -304,9 +339,9 @@ def lines(
 ) -> None:
     """Draw a curve per method with a band over the seeds. rows: method -> its points.
 
-    Every curve has its name at its end. All panels have one range. mark: a vertical line at this
-    place, labeled as the training length. most: the highest value that is shown; a curve that ends
-    above it has its last value beside its name.
+    Every curve has its name at its end, after a sample of its line. All panels have one range.
+    mark: a vertical line at this place, labeled as the training length. most: the highest value
+    that is shown; a curve that ends above it has its last value beside its name.
     """
     figure, every = _axes(panels, 6.6, 4.8)
     shown = _styles_of(panels)
@@ -314,7 +349,7 @@ def lines(
     inside = [mean for mean in means if mean < most]
     for axes, panel in zip(every, panels, strict=True):
         for method, curve in panel.rows.items():
-            _line(axes, shown[method], curve)
+            _line(axes, shown[method], curve, most)
         xs = sorted({x for curve in panel.rows.values() for x, *_ in curve})
         axes.set_xscale("log", base=2)
         axes.set_xticks(xs, [f"{x:,g}" for x in xs])
@@ -330,7 +365,7 @@ def lines(
 
 
 def _names_at_ends(axes: Any, rows: Mapping[str, Any], shown: Mapping[str, Any]) -> None:
-    """Write the name of every curve beside its end, in its color, without overlap."""
+    """Write the name of every curve beside its end, after a sample of its line, without overlap."""
     low, high = map(math.log, axes.get_ylim())
     ends = {}
     for method, curve in rows.items():
@@ -345,7 +380,10 @@ def _names_at_ends(axes: Any, rows: Mapping[str, Any], shown: Mapping[str, Any])
         color = shown[method]["color"]
         across = {"transform": axes.transAxes, "clip_on": False}
         axes.plot([1.0, 1.03], [end, place], color=color, linewidth=0.7, **across)
-        axes.text(1.035, place, name, fontsize=8, color=color, va="center", **across)
+        # Methods may share a color: their markers and dashes differ.
+        sample = {"markersize": 4, "linewidth": 1.3, "markevery": [1], **shown[method]}
+        axes.plot([1.035, 1.06, 1.085], [place] * 3, **sample, **across)
+        axes.text(1.095, place, name, fontsize=8, color=color, va="center", **across)
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -416,14 +454,23 @@ def point(x: float, values: Sequence[float]) -> Point:
 def axis(view: ColumnView) -> str:
     """Return the label of the axis of a column's values."""
     metric = {"perplexity": "perplexity", "fraction": "accuracy"}.get(view.kind)
-    name = metric or view.column.metric.replace("bleu", "BLEU")
+    # A mean of several columns has a title and no metric.
+    name = metric or view.column.metric.replace("bleu", "BLEU") or view.column.title
     return f"{name}, {view.column.better} is better"
 
 
-def _line(axes: Any, shown: Mapping[str, Any], curve: Sequence[Point]) -> Any:
-    xs, means, low, high = zip(*curve, strict=True)
-    axes.fill_between(xs, low, high, color=shown["color"], alpha=0.2, linewidth=0)
-    return axes.plot(xs, means, markersize=5, linewidth=1.3, **shown)[0]
+def _line(
+    axes: Any, shown: Mapping[str, Any], curve: Sequence[Point], most: float = math.inf
+) -> None:
+    """Draw a curve and its band; no band between two means above ``most``, which are not seen."""
+    pairs = itertools.pairwise(curve)
+    for seen, group in itertools.groupby(pairs, lambda pair: min(pair[0][1], pair[1][1]) <= most):
+        if seen:
+            first, *others = group
+            xs, _, low, high = zip(*first, *(end for _, end in others), strict=True)
+            axes.fill_between(xs, low, high, color=shown["color"], alpha=0.2, linewidth=0)
+    xs, means, *_ = zip(*curve, strict=True)
+    axes.plot(xs, means, markersize=5, linewidth=1.3, **shown)
 
 
 def _scale(axes: Any, values: Sequence[float], kind: str, which: str) -> None:
@@ -446,32 +493,70 @@ def _logarithmic(axes: Any, which: str, values: Sequence[float]) -> None:
 
 
 def _mark(axes: Any, marks: Mapping[str, float], which: str) -> None:
-    """Draw a labeled line at every value of ``marks``, across the axis ``which``."""
-    for name, value in marks.items():
-        line = {"color": "grey", "linewidth": 0.8, "linestyle": GREY[name]["linestyle"]}
+    """Draw a labeled line at every value of ``marks``, across the axis ``which``.
+
+    One that a horizontal axis does not reach is written at its end.
+    """
+    text = {"fontsize": 7, "color": "grey", "textcoords": "offset points"}
+    for place, (name, value) in enumerate(marks.items()):
         # Behind the points.
-        line["zorder"] = 0
-        (axes.axvline if which == "x" else axes.axhline)(value, **line)
-        text = {"fontsize": 7, "color": "grey", "clip_on": True}
-        if which == "x":
-            across = axes.get_xaxis_transform()
-            axes.text(value, 0.01, f" {name}", transform=across, rotation=90, va="bottom", **text)
+        line = {"color": "grey", "linewidth": 0.8, "zorder": 0}
+        line["linestyle"] = GREY[name]["linestyle"]
+        if which == "y":
+            axes.axhline(value, **line)
+            at = {"xy": (0, value), "xycoords": axes.get_yaxis_transform(), "xytext": (3, 2)}
+            axes.annotate(name, **at, **text)
+            continue
+        low, high = axes.get_xlim()
+        if low <= value <= high:
+            axes.axvline(value, **line)
+            at = {"xy": (value, 0), "xycoords": axes.get_xaxis_transform(), "xytext": (2, 3)}
+            axes.annotate(name, rotation=90, ha="left", va="bottom", **at, **text)
+        elif value < low:
+            # The best row is on top, so the lower left and the upper right are free.
+            at = {"xy": (0, 0), "xycoords": "axes fraction", "xytext": (3, 4 + 10 * place)}
+            axes.annotate(f"\u2190 {name}: {value:,.0f}", **at, **text)
         else:
-            across = axes.get_yaxis_transform()
-            axes.text(0.005, value, name, transform=across, va="bottom", **text)
+            at = {"xy": (1, 1), "xycoords": "axes fraction", "xytext": (-3, -10 - 10 * place)}
+            axes.annotate(f"{name}: {value:,.0f} \u2192", ha="right", **at, **text)
 
 
 def _labels(axes: Any, rows: Mapping[str, tuple[float, float]]) -> None:
-    """Place a label beside every point so that they do not overlap."""
-    import numpy as np
-    from adjustText import adjust_text
-
-    # adjustText moves labels at random.
-    np.random.seed(0)
+    """Write a label beside every point, on no marker and no other label; far ones have a line."""
     # Room for labels at the edge.
     axes.margins(0.08)
-    texts = [axes.text(x, y, word, fontsize=8) for word, (x, y) in rows.items()]
-    arrows = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5}
+    axes.figure.canvas.draw()  # the layout, which places depend on
+    scale = axes.figure.dpi / 72
+    frame = axes.get_window_extent()
     markers = [line for line in axes.lines if line.get_marker() != "None"]
-    shape = {"expand": (1.1, 1.3), "arrowprops": arrows}
-    adjust_text(texts, ax=axes, objects=markers, iter_lim=300, **shape)  # no limit of time
+    taken = [line.get_window_extent().extents for line in markers]
+    centers = axes.transData.transform(list(rows.values()))
+    # Those with the most markers around have the fewest places.
+    crowd = [sum(math.dist(a, b) < 60 for b in centers) for a in centers]
+    names = list(rows)
+    for n in sorted(range(len(names)), key=lambda n: -crowd[n]):
+        name, at, center = names[n], rows[names[n]], centers[n]
+        color = markers[n].get_color()
+        text = axes.annotate(name, at, **LABEL)
+        own = text.get_window_extent()
+        half = own.width / 2, own.height / 2
+        for offset in OFFSETS:
+            x, y = (c + scale * o for c, o in zip(center, offset, strict=True))
+            box = (x - half[0], y - half[1], x + half[0], y + half[1])
+            inside = frame.x0 < box[0] and box[2] < frame.x1 and frame.y0 < box[1] < frame.y1
+            if inside and not any(_overlap(box, other) for other in taken):
+                break
+        taken.append(box)
+        text.remove()
+        # A line also where another marker is as near.
+        nearest = min(
+            (math.dist((x, y), c) for m, c in enumerate(centers) if m != n), default=math.inf
+        )
+        joined = math.hypot(*offset) > NEAR or nearest < 1.5 * math.dist((x, y), center)
+        own_style = {**LABEL, "xytext": offset, "color": color, **(LINE_TO if joined else {})}
+        axes.annotate(name, at, **own_style)
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    """True if two boxes (left, bottom, right, top) overlap."""
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

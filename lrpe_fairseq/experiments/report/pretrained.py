@@ -11,13 +11,31 @@ from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.report import markdown
 
 FOLDER = Path("results", "bench")
-MISSING = "Not measured."
+MISSING = "See [Not measured yet](#not-measured-yet)."
+"""What stands in place of a part without a file."""
+COMMANDS = {
+    "lengths": "lengths book.txt",
+    "recipes": "recipes book.txt",
+    "own": "own data/wikitext-2-bpe runs/hf-own",
+    "generation": "generation",
+    "installation": "installation runs/mine/linear-fox/checkpoint_best.pt",
+    "harness": "harness book.txt CHECKPOINT",
+    "versions": "versions 5.0.0 5.24.0",
+}
+"""Part -> the module of ``benchmarks.hf`` that measures it, with its arguments."""
 Measured = Mapping[str, Any]
 
 
 def parts(root: Path) -> dict[str, str]:
     """Return name -> text of every part of the page."""
-    return {name: _part(root, name, render) for name, render in PARTS.items()}
+    shown = {name: _part(root, name, render) for name, render in PARTS.items()}
+    return {**shown, "missing": _missing([name for name in shown if shown[name] == MISSING])}
+
+
+def _missing(names: list[str]) -> str:
+    """Return the list of the parts that were not measured, with their commands."""
+    lines = [f"- {name}: `python -m benchmarks.hf.{COMMANDS[name]}`" for name in names]
+    return "\n".join(lines) or "Every part of this page is measured."
 
 
 def _part(root: Path, name: str, render: Callable[[Measured], str]) -> str:
