@@ -413,6 +413,14 @@ def build_encoding(
     construct = constructor_of(name)
     flat = options.position_grid == "flat"
     encoding = construct(spec) if flat else GridEncoding(spec, name, construct)
+    _check_angles(encoding, name, options)
+    encoding.name = name
+    _, encoding.inner_name = unwrapped(name)
+    return encoding
+
+
+def _check_angles(encoding: Encoding, name: str, options: EncodingOptions) -> None:
+    """Raise a ChoiceError for options of angles or rotations if the encoding has none."""
     if not encoding.angles and options.of(AngleOptions) != AngleOptions():
         raise ChoiceError(
             f"position encoding {name!r} does not support --angle-lr-scale, --angle-floor and "
@@ -423,6 +431,3 @@ def build_encoding(
             f"position encoding {name!r} does not support --context-scaling, --rotation-base and "
             "--rotation-fraction: leave them out, or choose rope or an LRPE type with rotations"
         )
-    encoding.name = name
-    _, encoding.inner_name = unwrapped(name)
-    return encoding

@@ -4,11 +4,12 @@ import math
 
 import pytest
 
+from lrpe_fairseq.experiments.records import methods
 from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.methods import method, public_name
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import columns, kinds, methods, orders
-from lrpe_fairseq.experiments.report.methods import method, public_name
+from lrpe_fairseq.experiments.report import columns, kinds, orders
 from lrpe_fairseq.experiments.report.results import Results
 from tests.test_results import make_run
 

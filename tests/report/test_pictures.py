@@ -6,8 +6,8 @@ import pytest
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.methods import public_name
 from lrpe_fairseq.experiments.report import docs, pages, plots
-from lrpe_fairseq.experiments.report.methods import public_name
 from lrpe_fairseq.experiments.report.results import results_of
 from tests.report.test_columns import TABLE, checkout
 

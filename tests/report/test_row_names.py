@@ -3,7 +3,7 @@
 import pytest
 
 from lrpe_fairseq.experiments.families import load_named
-from lrpe_fairseq.experiments.report.methods import names, row_named, rows_named
+from lrpe_fairseq.experiments.records.methods import names, row_named, rows_named
 
 
 def labels(table, name):

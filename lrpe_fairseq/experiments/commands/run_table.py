@@ -35,8 +35,8 @@ from lrpe_fairseq.experiments.records.files import (
     relative,
     require_writable,
 )
+from lrpe_fairseq.experiments.records.methods import rows_named
 from lrpe_fairseq.experiments.records.tables import Table
-from lrpe_fairseq.experiments.report.methods import rows_named
 from lrpe_fairseq.experiments.runner import estimate, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.processes import grace

@@ -15,9 +15,9 @@ from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
+from lrpe_fairseq.experiments.records.methods import row_named
 from lrpe_fairseq.experiments.records.runs import BY_HAND
 from lrpe_fairseq.experiments.records.tables import file_name
-from lrpe_fairseq.experiments.report.methods import row_named
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.devices import Devices, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import locked

@@ -74,7 +74,7 @@ class Column:
 class Row:
     """One method.
 
-    label: its name; the command line takes others, too (``report.methods``). encoding: our public
+    label: its name; the command line takes others, too (``records.methods``). encoding: our public
     name, or a pattern over the layers. attention: the types with cells in this row; in a column
     with :data:`ANY` one type or pattern. overrides: options that differ. without: keys of columns
     without a cell in this row. method: its label in the published table, one for all columns or by

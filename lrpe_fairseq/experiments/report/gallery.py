@@ -27,7 +27,8 @@ from lrpe_fairseq.encodings import (
     options_of_encodings,
 )
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
-from lrpe_fairseq.experiments.report import choosing, markdown, methods, plots, pretrained, scale
+from lrpe_fairseq.experiments.records import methods
+from lrpe_fairseq.experiments.report import choosing, markdown, plots, pretrained, scale
 from lrpe_fairseq.experiments.report.pages import verdict
 from lrpe_fairseq.experiments.report.results import results_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.encodings import unwrapped
+from lrpe_fairseq.experiments.records.methods import public_name
 from lrpe_fairseq.experiments.report.columns import ColumnView
-from lrpe_fairseq.experiments.report.methods import public_name
 
 LOOKS = {
     "o": "none rope lrpe-type2 permuteformer alibi fox stick-breaking t5 kerple-log lrpe-type4",

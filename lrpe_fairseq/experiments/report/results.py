@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from lrpe_fairseq.experiments.records.methods import names
 from lrpe_fairseq.experiments.records.runs import Run, read_runs
 from lrpe_fairseq.experiments.records.tables import Column, load_tables
 from lrpe_fairseq.experiments.report import measurements, orders, yardsticks
 from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.kinds import COUNTS, LOGARITHMIC, kind_of
-from lrpe_fairseq.experiments.report.methods import names
 from lrpe_fairseq.experiments.report.published import published
 from lrpe_fairseq.experiments.report.sheets import Sheet, measured, sheets
 

@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS
+from lrpe_fairseq.experiments.records import methods
 from lrpe_fairseq.experiments.records.files import ROOT
-from lrpe_fairseq.experiments.report import markdown, methods, plots
+from lrpe_fairseq.experiments.report import markdown, plots
 from lrpe_fairseq.experiments.report.published import read_paper
 
 PAGE = "docs/speed.md"
