@@ -72,12 +72,15 @@ def test_inductor_compiles_two_lengths(attention_type, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("attention_type", "name"), each_encoding_once(first=1))
-def test_inductor_computes_the_output_of_every_encoding(attention_type, name):
-    """Each encoding once, with the other attention type than above where there is one.
+@pytest.mark.parametrize(
+    ("attention_type", "name"),
+    [pair for turn, pair in enumerate(each_encoding_once()) if turn % 4 in (1, 2)],
+)
+def test_inductor_computes_the_output_of_half_of_the_encodings(attention_type, name):
+    """Two of every four encodings, one with each attention type where both serve.
 
-    The output at one length only, because inductor needs many seconds for each graph. Gradients in
-    inductor are those of the two pairs above.
+    The output at one length only, because inductor needs about ten seconds for each graph.
+    Gradients in inductor are tested with the two pairs above.
     """
     module = attention_of(attention_type, name)
     compiled = torch.compile(module.attend, backend="inductor", fullgraph=True)
