@@ -107,7 +107,6 @@ setup(
             "scipy",
             "jinja2",
             "matplotlib",
-            "adjustText",
             "pyyaml",
         ],
         # `make site`: the pages, and the scripts of its explorer (DataTables from itables).

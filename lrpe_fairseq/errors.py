@@ -53,7 +53,7 @@ EXTRAS = {
         "tqdm",
         "yaml",
     ),
-    "experiments": ("adjustText", "jinja2", "matplotlib", "pandas", "scipy"),
+    "experiments": ("jinja2", "matplotlib", "pandas", "scipy"),
     "images": ("mlxtend", "sklearn", "PIL"),
     "vision": ("timm", "torchvision"),
 }

@@ -301,7 +301,7 @@ REFUSED = {  # by run_table
     "table4 --scale mixed --rows Base T5": "no row 'T5'; it has Base; RoPE; PER",
     "budget --columns 600": "no column '600' at scale annealed; it has 1,800; 5,400",
     "grid --datasets digits": "no data set 'digits' at scale small; it has synthetic-",
-    "nothing": "there is no table nothing; there are angles, ape-sequences, ",
+    "nothing": "there is no table nothing; there are angles, ape-cifar10, ",
     "configs/tables/table2.yaml": r"table configs/tables/table2\.yaml; did you mean table2\?",
 }
 SITES = {
