@@ -76,12 +76,15 @@ def test_inductor_compiles_two_lengths(attention_type, name):
     ("attention_type", "name"),
     [pair for turn, pair in enumerate(each_encoding_once()) if turn % 4 in (1, 2)],
 )
-def test_inductor_computes_the_output_of_half_of_the_encodings(attention_type, name):
+def test_inductor_computes_the_output_of_half_of_the_encodings(request, attention_type, name):
     """Two of every four encodings, one with each attention type where both serve.
 
     The output at one length only, because inductor needs about ten seconds for each graph.
     Gradients in inductor are tested with the two pairs above.
     """
+    if name == "comrope-ld":
+        reason = "inductor's graph has a view of strides that the tensor does not have"
+        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True, reason=reason))
     module = attention_of(attention_type, name)
     compiled = torch.compile(module.attend, backend="inductor", fullgraph=True)
     x = torch.randn(2, 33, 32, dtype=torch.float64)
