@@ -278,16 +278,21 @@ def sbatch(lab: Lab, script: str) -> int:
         (bin_dir / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
         (bin_dir / "sbatch").chmod(0o755)
     write = mock.patch.object(slurm, "job_script", return_value="")
-    with mock.patch.dict(os.environ, PATH=f"{bin_dir}:/bin"), write:
+    with mock.patch.dict(os.environ, PATH=str(bin_dir)), write:
         return guarded(
             lambda: slurm.submit(slurm.planned(lab.folder, "table2", [], [0], slurm.Site()))
         )
 
 
+def without_sbatch(lab: Lab) -> int:
+    """``run_table --slurm`` where no program is found, also on a cluster."""
+    with mock.patch.dict(os.environ, PATH=str(lab.folder)):
+        return run_table.main(["table2", "--slurm"])
+
+
 REFUSED = {  # by run_table
     "table2 --slurm --jobs 2": "with --slurm, use --gpus-per-node, --time, ",
     "table2 --slurm --minutes 9": "with --slurm, use --gpus-per-node, --time, ",
-    "table2 --slurm": "no sbatch",
     "table2 --nodes 2": "--nodes need --slurm",
     "table2 --seeds 0": "at least 1",
     "table2 --minutes 0.5": r"--minutes must be more than 0\.5, to stop and save",
@@ -317,6 +322,7 @@ TABLES: Attacks = {
         f"run_table: {words}": (lambda lab, w=words: run_table.main(w.split()), said)
         for words, said in REFUSED.items()
     },
+    "run_table: table2 --slurm": (without_sbatch, "no sbatch"),
     **{f"slurm.yaml: {s}": (lambda lab, s=s: site(lab, s), said) for s, said in SITES.items()},
     **{f"sbatch: {s}": (lambda lab, s=s: sbatch(lab, s), said) for s, said in SCRIPTS.items()},
     **{
