@@ -35,7 +35,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("attention", CASES)
-def test_a_training_whose_kernels_fail_has_the_losses_of_one_without(attention, corpus, tmp_path):
+def test_a_training_whose_kernels_fail_has_the_losses_of_one_without(
+    attention, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # an import of benchmarks.compiled removes it
     name, families = CASES[attention]
     options = f"--attention-type {attention} --position-encoding {name} --dropout 0.1"
     options += " --decoder-attention-heads 2"  # whose width the kernels serve

@@ -34,7 +34,7 @@ def test_a_page_has_verdict_picture_grid_and_files(root):
         "40.30. Against the baseline `none, sinusoidal` 60.30: 3 better."
     ) in flat
     assert "tied" not in flat
-    assert "![Ours against the paper](figures/demo-wikitext-2-small.png)" in text
+    assert "![Perplexity: ours against the paper's](figures/demo-wikitext-2-small.png)" in text
     assert "| method | valid | paper | accuracy |" in text
     points = columns.size(column(root, "acc").verdict("RoPE", "Base").visible, "fraction")
     assert f"| `rope` | 50.30±0.10 ✓ | 33.00 | 49.90±0.10 ? {points} |" in text
