@@ -1,7 +1,8 @@
 """Train the table ``quickstart`` here and print it: ``make quickstart``.
 
 Checkpoints, logs and run files are in ``runs/quickstart/``; a second call reuses them. The
-published run files of the table are neither read nor changed.
+published run files of the table are neither read nor changed. ``--record FILE`` also writes the
+text of the best model, as results/bench/quickstart-sample.json has it for README.
 """
 
 import argparse
@@ -11,13 +12,16 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from lrpe_fairseq.experiments.families import load_named, ngrams, runs
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
-from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative
+from lrpe_fairseq.experiments.records.files import ROOT, first_shard, relative, write_json
+from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.experiments.records.protocols import BLOCKS
 from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.report import pages, plots
@@ -31,6 +35,7 @@ TABLE, SCALE = "quickstart", "small"
 WORK = ROOT / "runs" / TABLE
 PARALLEL = 2
 PROMPT, SPACE = "T h e", "\u2581"  # characters are the tokens
+SAMPLING = {"beam": 1, "sampling": True, "sampling_topk": 10}
 
 
 @command("quickstart")
@@ -39,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     parser = argparse.ArgumentParser(prog="make quickstart", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds per row (default 1)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the text as JSON")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error("--seeds must be at least 1")
@@ -50,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     devices = shares(min(PARALLEL, len(os.sched_getaffinity(0))))
     if Schedule(wanted, devices, Events(WORK / "events.log")).run():
         raise RunFailed(f"some runs failed; their logs are in {relative(WORK)}")
-    show(wanted)
+    best = show(wanted)
+    if options.record:
+        write_json(options.record, sample_record(best))
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
     print(f"Done in {minutes} min {seconds} s. `tensorboard --logdir {relative(WORK)}` shows more.")
     return 0
@@ -62,8 +70,11 @@ def planned(seeds: int) -> list[TrainingRun]:
     return [dataclasses.replace(run, result=run.folder / "run.json") for run in planned_runs]
 
 
-def show(finished: Sequence[TrainingRun]) -> None:
-    """Print the table, the n-gram counts and a text of the best model; draw the table."""
+def show(finished: Sequence[TrainingRun]) -> TrainingRun:
+    """Print the table, the n-gram counts and a text of the best model; draw the table.
+
+    Returns: the run of the best model.
+    """
     measured = {run.name: read_run(run.result) for run in finished}
     results = Results(ROOT, measured)
     views = results.headlines(results.sheets_of(TABLE)[0])
@@ -77,8 +88,8 @@ def show(finished: Sequence[TrainingRun]) -> None:
         min(view.cells[row].values()) for view in views for row in view.rows
     ):
         print(
-            "In these minutes no model beats n-grams that have counted as many characters; longer "
-            "trainings do (results/budget.md)."
+            "In these minutes no model beats n-grams that have counted as many characters; of "
+            "longer trainings, the best softmax model of 16,200 updates does (results/budget.md)."
         )
     best = min(finished, key=lambda run: measured[run.name]["metrics"]["test"][BLOCKS]["ppl"])
     print(f"\n{best.name} writes:\n{sample(best)}\n")
@@ -90,6 +101,22 @@ def show(finished: Sequence[TrainingRun]) -> None:
     ranked = dict(sorted(rows.items(), key=lambda item: min(item[1])))
     panel = plots.Panel("Test perplexity per character", "lower is better", ranked)
     plots.dots(WORK / "test.png", [panel])
+    return best
+
+
+def sample_record(run: TrainingRun) -> dict[str, Any]:
+    """Return the text of a trained model, and what it comes from."""
+    perplexity = read_run(run.result)["metrics"]["test"][BLOCKS]["ppl"]
+    return {
+        "row": run.label,
+        "scale": SCALE,
+        "seed": run.seed,
+        "prompt": PROMPT.replace(" ", ""),
+        "sampling": SAMPLING,
+        "test_perplexity": perplexity,
+        "text": sample(run),
+        **environment(),
+    }
 
 
 def counted(run: TrainingRun) -> dict[str, float]:
@@ -112,5 +139,5 @@ def sample(run: TrainingRun) -> str:
     # The same text at every call.
     torch.manual_seed(1)
     warnings.simplefilter("ignore", UserWarning)  # of memory that is not pinned without a GPU
-    text = hub.sample(PROMPT, beam=1, sampling=True, sampling_topk=10)
+    text = hub.sample(PROMPT, **SAMPLING)
     return text.replace(" ", "").replace(SPACE, " ")
