@@ -25,3 +25,14 @@ def test_every_row_but_base_is_better_than_trigrams_and_one_has_less_than_five()
     learned = [value for (_, row), value in means.items() if row != "Base"]
     assert max(learned) < COUNTS["ppl-3"]
     assert min(learned) < 5
+
+
+def test_the_record_of_a_text_says_which_model_wrote_it(monkeypatch):
+    run = next(run for run in quickstart.planned(1) if run.label == "FoX")
+    measured = {"metrics": {"test": {"blocks": {"ppl": 4.0}}}}
+    monkeypatch.setattr(quickstart, "read_run", lambda path: measured)
+    monkeypatch.setattr(quickstart, "sample", lambda run: "a text")
+    record = quickstart.sample_record(run)
+    assert (record["row"], record["seed"], record["test_perplexity"]) == ("FoX", 1, 4.0)
+    assert record["text"] == "a text"
+    assert {"commit", "versions", "hardware", "kernels"} <= record.keys()
