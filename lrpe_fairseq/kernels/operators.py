@@ -69,8 +69,7 @@ def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`causal.definition` of q, k and v of one dtype, in C++ if supported."""
-    if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
-        log_decay = log_decay[None, :, None].expand(q.shape[:3])
+    log_decay = causal_cpu.by_token_if_learned(log_decay, q)
     keeps = _is_recorded(q, k, v, log_decay)
     out, denominators, _ = _sums(q, k, v, log_decay, wanted, eps, keeps)
     return out, denominators if wanted == "sums" else None

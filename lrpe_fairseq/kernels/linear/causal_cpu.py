@@ -66,11 +66,17 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`causal.definition`; a decay (H,) that needs a gradient is taken per token."""
-    if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
-        log_decay = log_decay[None, :, None].expand(q.shape[:3])
+    """Compute :func:`causal.definition`."""
+    log_decay = by_token_if_learned(log_decay, q)
     rows = (loader.contiguous_rows(x) for x in (q, k, v))  # copied here, inside the autograd graph
     return _CausalSums.apply(*rows, log_decay, wanted, eps)
+
+
+def by_token_if_learned(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a decay (H,) that needs a gradient as one per token (B, H, T); others as they are."""
+    if log_decay is not None and log_decay.dim() == 1 and log_decay.requires_grad:
+        return log_decay[None, :, None].expand(q.shape[:3])
+    return log_decay
 
 
 class _CausalSums(torch.autograd.Function):
