@@ -21,6 +21,8 @@ TARGET = ROOT / "results" / "bench" / "paper-configs.json"
 UPDATES = 2
 SENTENCE = 30
 """Tokens of a sentence of a translation."""
+LINE = 7
+"""Tokens of a line of a text. 73 lines and the symbol at the start fill RoBERTa's block of 512."""
 PAIR = 128
 """Tokens of a pair of GLUE; most have fewer. The configurations permit 512."""
 TWO = {"optimization.max_update": str(UPDATES)}
@@ -57,9 +59,9 @@ PAPERS = {
 
 
 def write_text(data: Path, words: int, tokens: int) -> None:
-    """Write the text of a language model."""
+    """Write the text of a language model, causal or masked."""
     write_dictionary(data / "dict.txt", words)
-    write_rows(data / "train", 1, UPDATES * tokens, words)
+    write_rows(data / "train", UPDATES * tokens // LINE + 1, LINE, words)
     write_rows(data / "valid", 1, 2, words)
 
 

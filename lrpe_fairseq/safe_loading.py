@@ -7,12 +7,14 @@ and scalars.
 Trap: numpy's own globals are not safe to allow. The state of a dtype comes from the file, and a
 state that hides its object flag makes numpy read bytes of the file as addresses of Python objects,
 which crashes or runs code. Stand-ins that only build numbers are registered under numpy's names
-instead, for the names of numpy 2 and of numpy 1.
+instead, for the names of numpy 2 and of numpy 1, and only while a checkpoint of fairseq loads.
+Programs such as ``transformers.Trainer`` allow numpy's own.
 """
 
+import contextlib
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -81,10 +83,31 @@ ALLOWED = [Namespace, *_numpy_stand_ins()]
 """Arguments of ``torch.serialization.add_safe_globals``."""
 
 
-def _not_yet_allowed() -> list[Any]:
-    """Return what torch does not allow for the whole process, as it does under the plugin."""
-    known = torch.serialization.get_safe_globals()
-    return [own for own in ALLOWED if own not in known]
+@contextlib.contextmanager
+def allowed(*more: type) -> Iterator[None]:
+    """Allow what fairseq's checkpoints hold, and ``more``, for ``torch.load`` within the block.
+
+    Trap: torch keeps what is allowed in a set. If two entries have one name, as numpy's own dtype
+    and its stand-in, chance decides which of them serves. So the stand-ins replace the others.
+    """
+    others = torch.serialization.get_safe_globals()
+    names = {name for _, name in _numpy_stand_ins()}
+    kept = [other for other in others if _name(other) not in names]
+    _set_safe_globals([*kept, *ALLOWED, *more])
+    try:
+        yield
+    finally:
+        _set_safe_globals(others)
+
+
+def _set_safe_globals(entries: list[Any]) -> None:
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(entries)
+
+
+def _name(entry: Any) -> str:
+    """Return the name of an entry of torch's safe globals, as files spell it."""
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -121,7 +144,7 @@ def load_any(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, mmap: bool) -> Any:
     try:
-        with torch.serialization.safe_globals(_not_yet_allowed()):  # others need numpy's own names
+        with allowed():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises various types
         raise ValueError(

@@ -295,7 +295,10 @@ def test_a_wheel_without_fairseq_runs_the_plain_pytorch_of_the_readme(tmp_path):
 
     assert "No module named 'fairseq'" in run("import fairseq").stderr
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = run(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1])
+    encode, attend, train = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    example = run(f"{encode}{attend}print(tuple(q2.shape), tuple(out.shape))")
+    assert example.stdout == "(1, 8, 16, 64) (2, 16, 512)\n", example.stderr
+    example = run(train)
     assert "again" in example.stdout, example.stderr
     required = run("import importlib.metadata as m; print(m.requires('lrpe-fairseq'))").stdout
     assert [w for w in ast.literal_eval(required) if "extra" not in w] == ["torch>=2.6", "numpy"]

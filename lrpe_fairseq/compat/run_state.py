@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics, progress_bar
 
+from lrpe_fairseq import safe_loading
 from lrpe_fairseq.attention import projected
 from lrpe_fairseq.compat.patching import replace_once
 from lrpe_fairseq.kernels import loader
@@ -129,8 +129,7 @@ def best_value(cfg: Any) -> float:
     value = getattr(checkpoint_utils.save_checkpoint, "best", None)
     last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
     if value is None and _has_spawned(cfg.distributed_training) and last.is_file():
-        # memory-mapped: the weights are not read
-        value = torch.load(last, map_location="cpu", mmap=True)["extra_state"].get("best")
+        value = safe_loading.load(last)["extra_state"].get("best")
     return _worst(cfg.checkpoint) if value is None or math.isnan(value) else float(value)
 
 

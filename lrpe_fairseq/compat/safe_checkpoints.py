@@ -1,8 +1,8 @@
 """Checkpoints load with torch's safe loading, in one process and in several.
 
 Safe loading (``weights_only``) is the default since torch 2.6, the oldest supported torch. It is
-never disabled: only the few names that a fairseq checkpoint needs are allowed, and none of them can
-run code.
+never disabled: only the few names that a fairseq checkpoint needs are allowed, only while fairseq
+loads one, and none of them can run code.
 """
 
 import io
@@ -13,6 +13,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def allow_checkpoint_globals() -> None:
-    """Allow the globals that fairseq's checkpoints hold under safe loading, and no others.
+    """Load a checkpoint of fairseq with what it holds allowed under safe loading, and no more.
 
     Break: ``checkpoint_utils.load_checkpoint_to_cpu`` does not pass ``weights_only`` to
     ``torch.load``. Since torch 2.6 the default refuses ``argparse.Namespace`` (the options of a
@@ -38,7 +39,12 @@ def allow_checkpoint_globals() -> None:
             "torch.load is not in its safe mode, so a checkpoint can run code: use torch >= 2.6 "
             "and unset TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
         )
-    torch.serialization.add_safe_globals(safe_loading.ALLOWED)
+    replace_once(checkpoint_utils, "load_checkpoint_to_cpu", _load_allowed)
+
+
+def _load_allowed(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    with safe_loading.allowed():
+        return original(*args, **kwargs)
 
 
 def share_checkpoint_between_processes() -> None:
@@ -50,9 +56,14 @@ def share_checkpoint_between_processes() -> None:
     other rank fails. The placeholder (one int) is allowed. The options are sent as a plain dict,
     as the file stores them.
     """
-    torch.serialization.add_safe_globals([distributed_utils._TensorPlaceholder])
+    replace_once(distributed_utils, "_broadcast_object_slow", _broadcast_allowed)
     if not _loads(OmegaConf.create({})):
         replace_once(distributed_utils, "broadcast_object", _broadcast_plain_config)
+
+
+def _broadcast_allowed(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    with safe_loading.allowed(distributed_utils._TensorPlaceholder):
+        return original(*args, **kwargs)
 
 
 def _broadcast_plain_config(original: Callable, obj: Any, *args: Any, **kwargs: Any) -> Any:

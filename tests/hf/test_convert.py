@@ -304,16 +304,6 @@ def test_a_stack_of_both_kinds_of_layers_fills_one_cache():
 # --- from scratch, and in training -------------------------------------------------------------
 
 
-@pytest.fixture
-def _without_fairseq():
-    """Without the names that the plugin replaces when fairseq's checkpoints are loaded."""
-    known = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    yield
-    torch.serialization.add_safe_globals(known)
-
-
-@pytest.mark.usefixtures("_without_fairseq")
 def test_a_fresh_llama_learns_with_any_encoding_and_resumes_in_transformers_trainer(tmp_path):
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     rows = [
