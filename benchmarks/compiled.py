@@ -14,6 +14,7 @@ import argparse
 import ast
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -112,7 +113,7 @@ def stick_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 HEADS, TIME = 2, 512
-WIDTHS = ((128, 64), (128, 128), (96, 96), (256, 128))
+WIDTHS = ((32, 32), (64, 32), (128, 64), (128, 128), (96, 96), (256, 128))
 
 
 def _run(
@@ -200,8 +201,9 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield f"{name} in parts, 64/64", partial(_sweep, dtype, 100, *own[name])
     for keys in (64, 128):
         yield f"full, {keys}/64", partial(_sums, full_triton.full_sums, dtype, (keys, 64))
-    wide = {"128/64": (dtype, (128, 64)), "128/128": (dtype, (128, 128))}
-    for name, given in {**wide, "float32": (torch.float32, (64, 64))}.items():
+    widths = ((32, 32), (64, 32), (128, 64), (128, 128))
+    others = {f"{keys}/{values}": (dtype, (keys, values)) for keys, values in widths}
+    for name, given in {**others, "float32": (torch.float32, (64, 64))}.items():
         yield f"causal, {name}", partial(_sums, causal_triton.causal_sums, *given, None)
     gated = partial(_sums, causal_triton.causal_sums, torch.float32, (64, 64), gates)
     yield "gates, float32", gated
@@ -344,7 +346,9 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx, encoding="utf-8")
-        assembler = Path(nvidia.get_ptxas(capability).path)
+        # Triton 3.5 and older have one assembler for all
+        known = inspect.signature(nvidia.get_ptxas).parameters
+        assembler = Path(nvidia.get_ptxas(*[capability][: len(known)]).path)
         told = _output(assembler, "-v", f"--gpu-name={target}", source, "-o", binary).stderr
         if capability == 90:
             code = _output(Path(nvidia.__file__).parent / "bin" / "nvdisasm", "-c", binary).stdout
@@ -411,18 +415,28 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     jobs = list(product(options.families, options.capabilities, TYPES))
+    is_partial = len(jobs) < len(FAMILIES) * len(CAPABILITIES) * len(TYPES)
+    note = known().get("note") if is_partial else None
     with ProcessPoolExecutor(options.processes) as pool:
         for rows in pool.map(figures, *zip(*jobs, strict=True)):
             for row in rows:
                 many = row["spilled_bytes"] > may_spill(row)
                 if many or row["shared_bytes"] > SHARED[row["capability"]] * 1024:
                     print(json.dumps(row))
-            write(rows)
+            write(rows, note)
 
 
-def write(rows: list[dict]) -> None:
-    """Write the rows of a family, architecture and dtype to results/bench/compiled.json."""
-    before = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
+def known() -> dict[str, Any]:
+    """Return results/bench/compiled.json, or an empty dict."""
+    return json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
+
+
+def write(rows: list[dict], note: str | None = None) -> None:
+    """Write the rows of a family, architecture and dtype to results/bench/compiled.json.
+
+    note: what a reader must know about the rows of earlier runs.
+    """
+    before = known()
     order = itemgetter("family", "capability", "dtype", "case", "kernel")
     made_by = itemgetter("family", "capability", "dtype")
     kept = [row for row in before.get("rows", []) if made_by(row) != made_by(rows[0])]
@@ -430,7 +444,8 @@ def write(rows: list[dict]) -> None:
     made_from = {f"{family} sm_{capability} {dtype}": source_hash(family)}
     sources = before.get("sources", {}) | made_from
     lines = ",\n".join(json.dumps(row) for row in sorted(kept + rows, key=order))
-    head = json.dumps({"triton": version("triton"), "sources": sources})[:-1]
+    noted = {} if note is None else {"note": note}
+    head = json.dumps({**noted, "triton": version("triton"), "sources": sources})[:-1]
     FIGURES.write_text(f'{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
     print(f"{len(rows)} rows written to {FIGURES.relative_to(ROOT)}", flush=True)
 

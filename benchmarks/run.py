@@ -23,7 +23,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "bidirectional": lambda o: attention.measure_bidirectional(o.device, o.dtype, o.rounds),
     "lengths": lambda o: lengths.measure(o.device, o.dtype, o.rounds),
     "decoding": lambda o: decoding.measure(o.device, o.rounds),
-    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, o.dtype),
+    "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, o.dtype, o.names),
     "tmlr-table6": lambda o: training.measure_table6(o.device, o.tokens, o.rounds, o.dtype),
     "stacks": lambda o: training.measure_stacks(o.device, o.tokens, o.rounds, o.dtype),
     "compiled-steps": lambda o: training.measure_compiled(o.device, o.tokens, o.rounds, o.dtype),
@@ -49,7 +49,11 @@ def main() -> None:
         figures = {"part": part, **stated, "threads": threads, "dtype": dtype}
         rows = PARTS[part](options)
         show(part, rows)
-        write(options.device, part, {**figures, "rows": rows})
+        if options.names:
+            figures = with_earlier(options.device, part, rows, stated["commit"])
+        else:
+            figures["rows"] = rows
+        write(options.device, part, figures)
 
 
 def parse() -> argparse.Namespace:
@@ -68,13 +72,30 @@ def parse() -> argparse.Namespace:
         type=int,
         help="tokens per training step; default: 1,024 on a CPU, 32,768 on a GPU",
     )
+    parser.add_argument(
+        "--names",
+        nargs="+",
+        choices=training.names(),
+        metavar="NAME",
+        help="with table9: measure these encodings only; other rows stay",
+    )
     options = parser.parse_args()
+    if options.names and options.parts != ["table9"]:
+        parser.error("--names is for the part table9: name this part only")
     if unknown := sorted(set(options.parts) - set(PARTS)):
         parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     dtype, tokens = ("float32", 1024) if options.device == "cpu" else ("bfloat16", 2**15)
     options.dtype = getattr(torch, options.dtype or dtype)
     options.tokens = options.tokens or tokens
     return options
+
+
+def with_earlier(device: str, part: str, rows: list[dict], commit: str) -> dict:
+    """Return the figures of a part with rows in the place of earlier ones; these state a commit."""
+    figures = json.loads((RESULTS / device / f"{part}.json").read_text(encoding="utf-8"))
+    made = {(row["attention"], row["encoding"]) for row in rows}
+    kept = [r for r in figures["rows"] if (r["attention"], r["encoding"]) not in made]
+    return {**figures, "rows": [*kept, *({**row, "commit": commit} for row in rows)]}
 
 
 def show(part: str, rows: list[dict]) -> None:

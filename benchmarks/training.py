@@ -1,7 +1,7 @@
 """Training speed of every encoding relative to Base (LRPE, Table 9): ``lrpe_lm`` and RoBERTa."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from fairseq.data import Dictionary
 from fairseq.models import BaseFairseqModel
 from fairseq.models.roberta.model import RobertaModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
@@ -69,9 +70,12 @@ def measure(
     tokens: int,
     rounds: int,
     dtype: torch.dtype = torch.float32,
+    chosen: Collection[str] | None = None,
 ) -> list[dict]:
     """Rows of {attention, encoding, seconds, spread, tokens_per_second, relative_speed,
     relative_speed_quartiles}.
+
+    chosen: the encodings to measure; None for all.
 
     ``relative_speed``: against Base, the median over rounds. Those of ``BESIDE_ROPE`` also have
     ``relative_to_rope``.
@@ -84,7 +88,7 @@ def measure(
     rows = []
     for attention in ("linear", "softmax"):
         base = step("lm", "none", attention, device, tokens, dtype)
-        for name in filter(partial(serves, attention), names()):
+        for name in filter(partial(serves, attention), chosen or names()):
             timed = ["rope", name] if name in BESIDE_ROPE else [name]
             steps = {n: step("lm", n, attention, device, tokens, dtype) for n in timed}
             timings = contest({"none": base, **steps}, rounds)
@@ -142,7 +146,8 @@ def measure_compiled(
 ) -> list[dict]:
     """Rows of {attention, encoding, seconds, spread, tokens_per_second, relative_speed, ...}.
 
-    Steps of ``lrpe_lm`` under torch.compile, in one graph, relative to eager execution.
+    Steps of ``lrpe_lm`` under torch.compile, in one graph, relative to eager execution. Both draw
+    the same random numbers: inductor's own cost a CPU more than the rest of the dropout.
     """
     rows = []
     for attention in ("linear", "softmax"):
@@ -152,7 +157,8 @@ def measure_compiled(
                 step("lm", name, attention, device, tokens, dtype, compiled=flag)
                 for flag in (False, True)
             )
-            timings = contest({"eager": eager, "compiled": compiled}, rounds, warmup=2)
+            with inductor.patch(fallback_random=True):
+                timings = contest({"eager": eager, "compiled": compiled}, rounds, warmup=2)
             chosen = {"attention": attention, "encoding": name}
             chosen["eager_seconds"] = timings["eager"].median
             rows.append({**chosen, **speeds(tokens, timings["compiled"], timings["eager"])})

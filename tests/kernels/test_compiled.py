@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 
 PROGRAM = """
 import json
-from benchmarks import compiled
+from benchmarks import compiled, compiled_versions
 hashes = {name: compiled.source_hash(name) for name in compiled.FAMILIES}
 half = compiled.torch.float16
 names = {f: [case for case, _ in x.cases(half)] for f, x in compiled.FAMILIES.items()}
@@ -22,17 +22,26 @@ one["linear"] = "numerator, 64/64"
 again = [r for f in compiled.FAMILIES for r in compiled.figures(f, 90, "bfloat16", one[f])]
 print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAPABILITIES,
     compiled.SHARED, compiled.TYPES, many, committed]))
+releases = json.loads(compiled_versions.FIGURES.read_text())
+releases |= {"forms": compiled_versions.FORMS, "versions": compiled_versions.VERSIONS}
+releases |= {"capabilities": compiled_versions.CAPABILITIES}
+print(json.dumps(releases))
 """
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """What a process without the interpreter says."""
+def lines():
+    """What a process without the interpreter says: of all forms, and of every release."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
+
+
+@pytest.fixture(scope="module")
+def compiled(lines):
+    return lines[0]
 
 
 def test_the_figures_are_those_of_the_present_kernels(compiled):
@@ -59,6 +68,19 @@ def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(co
     assert not many
     for row in committed["rows"]:
         assert row["shared_bytes"] <= shared[str(row["capability"])] * 1024, row
+
+
+def test_every_release_was_tried_with_its_forms_for_every_architecture(lines):
+    """Else run ``python -m benchmarks.compiled_versions``."""
+    (hashes, names, *_), releases = lines
+    assert releases["sources"] == hashes
+    found = {(r["triton"], r["family"], r["case"], r["capability"]) for r in releases["rows"]}
+    forms = [(family, case) for family, cases in releases["forms"].items() for case in cases]
+    assert all(case in names[family] for family, case in forms)
+    versions = releases["versions"]
+    assert found == {
+        (v, *form, c) for v in versions for form in forms for c in releases["capabilities"]
+    }
 
 
 def test_code_that_triton_or_its_assembler_gets_wrong_is_refused():

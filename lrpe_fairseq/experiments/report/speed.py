@@ -11,7 +11,7 @@ import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS
 from lrpe_fairseq.experiments.records import methods
-from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.report import markdown, plots
 from lrpe_fairseq.experiments.report.published import read_paper
 
@@ -41,6 +41,7 @@ def pages(root: Path) -> dict[str, str]:
         against_table9=against_table9(root),
         steps=measured("steps", "cuda", root),
         compiled_steps=_compiled_names(root),
+        **releases(root),
         forms=measured("attention", "cuda", root),
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
     )
@@ -75,6 +76,44 @@ def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
 def _compiled_names(root: Path) -> list[str]:
     """Return the encodings whose compiled steps were timed on a CPU, in order."""
     return list(dict.fromkeys(row["encoding"] for row in measured("compiled-steps", "cpu", root)))
+
+
+def releases(root: Path) -> dict[str, Any]:
+    """Return what every torch's Triton compiles, of ``compiled-versions.json``.
+
+    Returns: capabilities; releases, rows of {torch, triton, family, cells} with a text of each
+        capability; refused, the forms that did not compile, as sentences.
+    """
+    rows = read_json(root / RESULTS / "compiled-versions.json").get("rows", [])
+    capabilities = sorted({row["capability"] for row in rows})
+    groups: dict[tuple[str, ...], dict[int, list[Row]]] = {}
+    for row in rows:
+        key = row["torch"], row["triton"], row["family"]
+        groups.setdefault(key, {}).setdefault(row["capability"], []).append(row)
+    found = [
+        {**dict(zip(("torch", "triton", "family"), key, strict=True)), "cells": by_capability}
+        for key, by_capability in groups.items()
+    ]
+    for entry in found:
+        cells = (entry["cells"].get(capability, []) for capability in capabilities)
+        entry["cells"] = [_compiled_forms(cell) for cell in cells]
+    refused = [
+        f"`{row['case']}` of {row['family']} in {row['dtype']} with Triton {row['triton']} for "
+        f"sm_{row['capability']}: `{row['error']}`"
+        for row in rows
+        if row["error"]
+    ]
+    return {"capabilities": capabilities, "releases": found, "refused": refused}
+
+
+def _compiled_forms(rows: list[Row]) -> str:
+    """Return how many forms compile, of how many, and how many of them spill registers."""
+    if not rows:
+        return MISSING
+    compiled = [row for row in rows if not row["error"]]
+    spilling = sum(bool(row["spills"]) for row in compiled)
+    spills = f", {spilling} spill" if spilling else ""
+    return f"{len(compiled)} of {len(rows)}{spills}"
 
 
 def csv_of(root: Path, part: str) -> str:
