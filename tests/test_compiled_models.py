@@ -70,3 +70,24 @@ def test_a_padded_step_of_roberta_is_one_graph(model):
     text = torch.randint(4, 40, (2, 20))
     text[1, 15:] = 1
     assert_one_graph(roberta(*model.split()), text)
+
+
+def test_a_compiled_step_stores_no_mask_of_its_relu():
+    """Inductor's masks cost a CPU more than the activation; see ``layers.on_rows``."""
+    model = language_model("softmax", "rope").float()
+    text = torch.randint(4, 40, (2, 20))
+    numbers = text.numel() * model.decoder.layers[0].fc1.out_features
+
+    def is_mask(tensor):
+        return tensor.dtype == torch.bool and tensor.numel() == numbers
+
+    masks = []
+
+    def keep(tensor):
+        masks.append(is_mask(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+        torch.compile(model, fullgraph=True)(text)[0].sum().backward()
+    assert len(masks) > 10
+    assert not any(masks)

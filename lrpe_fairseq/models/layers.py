@@ -23,6 +23,17 @@ from lrpe_fairseq.models.checks import is_stock_cross
 from lrpe_fairseq.models.tree_embedding import TreeEmbedding
 
 
+def on_rows(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an activation to every number of x (T, B, C); under torch.compile as (T * B, C).
+
+    So the gradient of ReLU follows from the rows that the next product stores. From (T, B, C)
+    inductor stores a mask as well, which takes a CPU longer than the activation.
+    """
+    if torch.compiler.is_compiling():
+        return activation(x.flatten(0, -2)).view_as(x)
+    return activation(x)
+
+
 class EncoderLayer(TransformerEncoderLayerBase):
     """fairseq's encoder layer with our bidirectional self-attention."""
 
@@ -31,6 +42,7 @@ class EncoderLayer(TransformerEncoderLayerBase):
         self._options = options
         self._layer = layer
         super().__init__(cfg)
+        self.activation_fn = partial(on_rows, self.activation_fn)
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """Called by fairseq's constructor."""
@@ -58,6 +70,7 @@ class DecoderLayer(TransformerDecoderLayerBase):
         self._options = options
         self._layer = layer
         super().__init__(cfg, no_encoder_attn=no_encoder_attn)
+        self.activation_fn = partial(on_rows, self.activation_fn)
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
