@@ -147,6 +147,11 @@ def machines(root: Path, device: str) -> str:
     return ", ".join(markdown.listed(sorted(part)) for part in parts if part)
 
 
+def commit_of(root: Path, part: str, device: str) -> str:
+    """Return the short commit of the code that a part measured."""
+    return run_file(part, device, root)["commit"][:8]
+
+
 def clamped(root: Path) -> dict[str, float]:
     """Return the share of clamped denominators of the encodings that have some, for random keys."""
     rows = measured("denominators", "cpu", root)
@@ -232,5 +237,5 @@ def draw(path: Path, rows: list[Row]) -> None:
     plots.save(figure, path)
 
 
-HELPERS = (value, machines, crossover, speed, trained)
+HELPERS = (value, machines, crossover, speed, trained, commit_of)
 """Functions of a root that the template calls."""

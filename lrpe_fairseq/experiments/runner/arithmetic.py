@@ -1,8 +1,8 @@
 """Hours, memory and disk of a training by arithmetic, from its configuration and a device's peak.
 
-Nothing is measured here. A device reaches its peak in large products of matrices only: trainings
-take two or three times these hours. Axes: C width, F width of the feed-forward network, L layers,
-V words, T tokens of a sample.
+Nothing is measured here. A device reaches its peak in large products of matrices only, so that
+trainings take longer. Axes: C width, F width of the feed-forward network, L layers, V words,
+T tokens of a sample.
 """
 
 import re

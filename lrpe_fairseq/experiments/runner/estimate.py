@@ -68,8 +68,7 @@ def by_arithmetic(chosen: Sequence[TrainingRun], on: str) -> int:
     name, devices = arithmetic.cards_of(on)
     lines = computed(chosen, on)
     print(
-        f"Arithmetic, nothing is measured: peak figures of {devices} {name}; trainings take two or "
-        "three times these hours."
+        f"Arithmetic, nothing is measured: peak figures of {devices} {name}; trainings take longer."
     )
     _print(lines, f"{devices} {name}", arithmetic.CARDS[name].memory)
     return 0
