@@ -19,6 +19,7 @@ from tests.tiny_table import repository, run_table
 torch.set_num_threads(1)
 
 LONGEST_FIRST = (
+    "test_paper_sizes",
     "test_slurm",
     "test_interruptions",
     "test_preemption",
