@@ -53,6 +53,12 @@ def test_the_command_reads_the_angles_of_every_checkpoint_and_they_are_drawn(tra
     assert picture.pictures(tmp_path / "elsewhere") == {}
 
 
+def test_quantiles_that_never_differ_are_one_curve():
+    rows = [{"updates": n, "turns": [0.0, 0.0, 0.0, 2.0 + n]} for n in (0, 1)]
+    curves = picture._quantiles({"quantiles": [0.0, 0.25, 0.5, 1.0], "rows": rows})
+    assert curves == {"slowest to median": [(0, 0.0), (1, 0.0)], "fastest": [(0, 2.0), (1, 3.0)]}
+
+
 def test_a_folder_without_checkpoints_of_updates_is_refused_with_the_option_that_saves_them(
     tmp_path, capsys
 ):

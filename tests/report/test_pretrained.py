@@ -67,6 +67,16 @@ def test_perplexities_of_a_model_of_ours_stand_by_context(tmp_path):
     text = part(tmp_path, "own", OWN)
     assert "| recipe | 128 tokens | 2,048 tokens |" in text
     assert "| rope | 50.0 | 99.0 |" in text
+    assert "than 5 % above that at 128 tokens, for each seed: none." in text
+
+
+def test_a_recipe_is_level_where_no_seed_rises_with_the_context(tmp_path):
+    def cell(recipe, seed, last):
+        return {"recipe": recipe, "seed": seed, "perplexity": {"128": 100.0, "2048": last}}
+
+    cells = [cell("gates", 1, 105.0), cell("gates", 2, 90.0), cell("yarn", 1, 99.0)]
+    text = part(tmp_path, "own", {**OWN, "cells": [*cells, cell("yarn", 2, 106.0)]})
+    assert "for each seed: gates." in text
 
 
 def test_perplexities_by_position_name_their_tokens(tmp_path):

@@ -44,11 +44,14 @@ def _draw(path: Path, models: list[Mapping[str, Any]]) -> None:
 
 
 def _quantiles(model: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Return name of a quantile -> its curve (updates, turns)."""
+    """Return name of a quantile -> its curve (updates, turns); equal neighbours are one curve."""
     names = {0.0: "slowest", 0.5: "median", 1.0: "fastest"}
-    return {
-        names.get(at, f"{100 * at:g} %"): [
-            (row["updates"], row["turns"][i]) for row in model["rows"]
-        ]
-        for i, at in enumerate(model["quantiles"])
-    }
+    found: list[tuple[list[str], list[tuple[float, float]]]] = []
+    for i, at in enumerate(model["quantiles"]):
+        name = names.get(at, f"{100 * at:g} %")
+        curve = [(row["updates"], row["turns"][i]) for row in model["rows"]]
+        if found and found[-1][1] == curve:
+            found[-1][0].append(name)
+        else:
+            found.append(([name], curve))
+    return {" to ".join(dict.fromkeys((own[0], own[-1]))): curve for own, curve in found}

@@ -421,7 +421,8 @@ def quantiles(path: Path, panels: Sequence[Panel]) -> None:
         axes.set_yscale("symlog", linthresh=0.01)
         axes.set_ylim(-0.002, 1.5 * top)
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.margins(x=0.12)
+        last = max(x for curve in panel.rows.values() for x, _ in curve)
+        axes.set_xlim(-0.03 * last, 1.35 * last)  # room for the names
         axes.axhline(1, color="black", linewidth=0.8)
         axes.text(0, 1, " one turn", fontsize=8, va="bottom")
     save(figure, path)

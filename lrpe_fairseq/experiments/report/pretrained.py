@@ -23,6 +23,8 @@ COMMANDS = {
     "versions": "versions 5.0.0 5.24.0",
 }
 """Part -> the module of ``benchmarks.hf`` that measures it, with its arguments."""
+RISE = 0.05
+"""Rise of the perplexity with the context that is still called level."""
 Measured = Mapping[str, Any]
 
 
@@ -106,7 +108,18 @@ def own(measured: Measured) -> str:
         f"last {settings['length'] - 1} tokens of {settings['blocks']} blocks of the test; a value "
         "per seed."
     )
+    level = [name for name, cells in of.items() if all(map(_is_level, cells.values()))]
+    stated += (
+        f" At no context more than {RISE:.0%} above that at {int(contexts[0]):,} tokens, for each "
+        f"seed: {', '.join(level) or 'none'}."
+    ).replace("%", " %")
     return f"{markdown.table(head, rows, numbers=True)}\n\n{stated}"
+
+
+def _is_level(cell: Measured) -> bool:
+    """True if no context has a perplexity far above that of the first."""
+    first, *others = cell["perplexity"].values()
+    return max(others) <= (1 + RISE) * first
 
 
 def generation(measured: Measured) -> str:

@@ -26,7 +26,8 @@ Row = dict[str, Any]
 
 def pages(root: Path) -> dict[str, str]:
     """Return path -> text of the page and of the CSV files."""
-    parts = sorted({path.stem for path in (root / RESULTS).glob("*/*.json")})
+    files = (path for device in DEVICES for path in (root / RESULTS / device).glob("*.json"))
+    parts = sorted({path.stem for path in files})
     variants = [row["encoding"] for row in measured("table9", "cpu", root)]
     names = [name for name in ENCODINGS if methods.public_name(name) == name]
     cells = read_paper(root / "results" / "paper" / "tmlr-table6.csv")
