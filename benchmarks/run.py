@@ -50,7 +50,8 @@ def main() -> None:
         rows = PARTS[part](options)
         show(part, rows)
         if options.names:
-            figures = with_earlier(options.device, part, rows, stated["commit"])
+            own = {"commit": stated["commit"], "threads": threads}
+            figures = with_earlier(options.device, part, rows, own)
         else:
             figures["rows"] = rows
         write(options.device, part, figures)
@@ -90,12 +91,15 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def with_earlier(device: str, part: str, rows: list[dict], commit: str) -> dict:
-    """Return the figures of a part with rows in the place of earlier ones; these state a commit."""
+def with_earlier(device: str, part: str, rows: list[dict], stated: dict) -> dict:
+    """Return the figures of a part with rows in the place of earlier ones.
+
+    stated: what the rows state themselves, because it may differ from that of the file.
+    """
     figures = json.loads((RESULTS / device / f"{part}.json").read_text(encoding="utf-8"))
     made = {(row["attention"], row["encoding"]) for row in rows}
     kept = [r for r in figures["rows"] if (r["attention"], r["encoding"]) not in made]
-    return {**figures, "rows": [*kept, *({**row, "commit": commit} for row in rows)]}
+    return {**figures, "rows": [*kept, *({**row, **stated} for row in rows)]}
 
 
 def show(part: str, rows: list[dict]) -> None:
