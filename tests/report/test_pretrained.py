@@ -29,7 +29,14 @@ RECIPES = {
     "cells": CELLS,
 }
 OWN = {
-    "settings": {"updates": 90, "updates_before": 1800, "length": 128, "blocks": 20},
+    "settings": {
+        "updates": 90,
+        "updates_before": 1800,
+        "length": 128,
+        "blocks": 20,
+        "rows": 8,
+        "learning_rate": 1e-3,
+    },
     "cells": [{"recipe": "rope", "seed": 1, "perplexity": {"128": 50.04, "2048": 99.0}}],
 }
 
@@ -97,16 +104,18 @@ def test_speeds_have_a_ratio_with_quartiles(tmp_path):
 
 def test_a_metric_that_a_model_lacks_is_a_dash(tmp_path):
     rows = {"a": {"metrics": {"lines bits_per_byte": 1.5}}, "b": {"metrics": {"niah 256": 1.0}}}
-    text = part(tmp_path, "harness", {"rows": rows, "settings": {"limit": 2}})
+    text = part(tmp_path, "harness", {"rows": rows, "settings": {"limit": 2, "length": 256}})
     assert "| lines bits_per_byte | 1.5000 | – |" in text
     assert "| niah 256 | – | 1.0000 |" in text
+    assert text.splitlines()[-3] == "2 examples of a task; those of RULER have 256 tokens."
 
 
 def test_minutes_of_the_installation_are_those_of_pip_and_of_the_text(tmp_path):
     seconds = {"build": 9.0, "environment": 9.0, "install": 60.0, "generate": 30.0}
-    text = part(tmp_path, "installation", {"seconds": seconds, "text": "The war\nbegan"})
+    found = {"text": "The war\nbegan", "torch": "2.14.1", "transformers": "5.24.0"}
+    text = part(tmp_path, "installation", {"seconds": seconds, **found})
     assert text.startswith("1.5 minutes: 60 seconds")
-    assert "“The war began”" in text
+    assert "“The war began”. The new environment got torch 2.14.1 and transformers 5.24.0" in text
 
 
 @pytest.mark.parametrize("count", [1, 2])

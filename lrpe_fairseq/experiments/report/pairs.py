@@ -23,7 +23,12 @@ def grid(measured: list[Mapping[str, Any]]) -> str:
     """Return the measurements as a Markdown table: a line for every model and class of pairs."""
     bins = [(row["from"], row["to"]) for row in measured[0]["rows"] if "turns" in row]
     bins = list(dict.fromkeys(bins))
-    head = ["model", "turns in training", "without positions", *(f"{a} to {b}" for a, b in bins)]
+    head = [
+        "model",
+        "turns in training",
+        "without positions",
+        *(f"distance {a} to {b}" for a, b in bins),
+    ]
     lines = []
     for model in measured:
         rows = [row for row in model["rows"] if "turns" in row]

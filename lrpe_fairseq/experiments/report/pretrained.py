@@ -15,11 +15,11 @@ MISSING = "See [Not measured yet](#not-measured-yet)."
 """What stands in place of a part without a file."""
 COMMANDS = {
     "lengths": "lengths book.txt",
-    "recipes": "recipes book.txt",
+    "recipes": "recipes book.txt --updates 8 --validation 8",
     "own": "own data/wikitext-2-bpe runs/hf-own",
-    "generation": "generation",
+    "generation": "generation --rounds 3 --window 4",
     "installation": "installation runs/mine/linear-fox/checkpoint_best.pt",
-    "harness": "harness book.txt CHECKPOINT",
+    "harness": "harness book.txt CHECKPOINT --limit 4 --length 256",
     "versions": "versions 5.0.0 5.24.0",
 }
 """Part -> the module of ``benchmarks.hf`` that measures it, with its arguments."""
@@ -104,9 +104,12 @@ def own(measured: Measured) -> str:
     ]
     head = ("recipe", *(f"{int(n):,} tokens" for n in contexts))
     stated = (
-        f"{settings['updates']} updates after {settings['updates_before']:,}; perplexity of the "
-        f"last {settings['length'] - 1} tokens of {settings['blocks']} blocks of the test; a value "
-        "per seed."
+        f"{settings['updates']} updates of {settings['rows']} blocks after "
+        f"{settings['updates_before']:,}; perplexity of the last {settings['length'] - 1} tokens "
+        f"of {settings['blocks']} blocks of the test; a value per seed. `rope` is the control: the "
+        "same training without a change. Its rate is constant "
+        f"({settings['learning_rate']:g}) and that of the first training ended near 0, so that "
+        "the control is worse than the model itself."
     )
     level = [name for name, cells in of.items() if all(map(_is_level, cells.values()))]
     stated += (
@@ -145,7 +148,8 @@ def harness(measured: Measured) -> str:
     rows = [
         (name, *(_metric(row["metrics"].get(name)) for row in models.values())) for name in names
     ]
-    stated = f"{measured['settings']['limit']} examples of a task."
+    own = measured["settings"]
+    stated = f"{own['limit']} examples of a task; those of RULER have {own['length']} tokens."
     return f"{markdown.table(('task and metric', *models), rows, numbers=True)}\n\n{stated}"
 
 
@@ -157,7 +161,9 @@ def installation(measured: Measured) -> str:
     return (
         f"{minutes:.1f} minutes: {seconds['install']:.0f} seconds for `pip install` of the wheel "
         f"with `[hf]` in a new environment without fairseq, {seconds['generate']:.0f} seconds to "
-        f"load a model and write: “{text}”"
+        f"load a model and write: “{text}”. The new environment got torch {measured['torch']} and "
+        f"transformers {measured['transformers']}; the line below is of the environment that "
+        "measured it."
     )
 
 
