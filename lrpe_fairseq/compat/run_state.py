@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics, progress_bar
@@ -129,7 +130,10 @@ def best_value(cfg: Any) -> float:
     value = getattr(checkpoint_utils.save_checkpoint, "best", None)
     last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
     if value is None and _has_spawned(cfg.distributed_training) and last.is_file():
-        value = safe_loading.load(last)["extra_state"].get("best")
+        with safe_loading.allowed():
+            # memory-mapped: the weights are not read
+            state = torch.load(last, map_location="cpu", mmap=True)
+        value = state["extra_state"].get("best")
     return _worst(cfg.checkpoint) if value is None or math.isnan(value) else float(value)
 
 
