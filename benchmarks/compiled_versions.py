@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="compile with the installed Triton")
     parser.add_argument("--type", default="bfloat16", help="with --here (default: bfloat16)")
     options = parser.parse_args()
+    if unknown := sorted(set(options.versions) - set(VERSIONS)):
+        parser.error(f"unknown version {', '.join(unknown)}; choose from {', '.join(VERSIONS)}")
     if options.here:
         for row in rows_of(options.capabilities[0], options.type):
             print(json.dumps(row), flush=True)

@@ -147,7 +147,7 @@ def measure_compiled(
     """Rows of {attention, encoding, seconds, spread, tokens_per_second, relative_speed, ...}.
 
     Steps of ``lrpe_lm`` under torch.compile, in one graph, relative to eager execution. Both draw
-    the same random numbers: inductor's own cost a CPU more than the rest of the dropout.
+    the same random numbers.
     """
     rows = []
     for attention in ("linear", "softmax"):
