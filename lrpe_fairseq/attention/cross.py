@@ -21,7 +21,6 @@ from lrpe_fairseq.attention.projected import (
     ProjectedAttention,
     cross_projections,
     feature_map,
-    outside_gpu_graphs,
 )
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
 from lrpe_fairseq.attention.states import Owner, check_owner
@@ -169,7 +168,6 @@ class CrossAttention(ProjectedAttention):
 
     # --- inside: (B, T, C) ---------------------------------------------------------------------
 
-    @outside_gpu_graphs
     def attend(
         self,
         x: Tensor,

@@ -27,7 +27,6 @@ from lrpe_fairseq.attention.projected import (
     ProjectedAttention,
     checked_window,
     feature_map,
-    outside_gpu_graphs,
 )
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.states import Owner, check_owner
@@ -261,7 +260,6 @@ class MultiheadAttention(ProjectedAttention):
         if explicit and (starts is not None or state.past.packed):
             raise ValueError("documents need positions that are counted in all blocks of a text")
 
-    @outside_gpu_graphs
     def _attend(
         self,
         x: Tensor,
@@ -293,7 +291,6 @@ class MultiheadAttention(ProjectedAttention):
             following = last + (1 if tokens.padding is None else ~tokens.padding[:, -1])
         return out, AttentionState(past, following, history, self.owner)
 
-    @outside_gpu_graphs
     def _attend_part(
         self,
         x: Tensor,
@@ -463,7 +460,6 @@ class MultiheadAttention(ProjectedAttention):
         hidden = padding.unsqueeze(1)
         return gates.masked_fill(hidden if gates.dim() == 3 else hidden.unsqueeze(-1), 0.0)
 
-    @outside_gpu_graphs
     def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
         """Compute attention of x (B, T, C) over [memory, x], (B, T, C). Keys start M earlier."""
         if self.attention_type == "linear" or not self.causal:

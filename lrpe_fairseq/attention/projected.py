@@ -5,9 +5,9 @@ Axes: B batch, H heads, T query time, S key time, D key width, E value width, C 
 
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache, partial, wraps
+from functools import cache, partial
 from numbers import Real
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import is_exporting
 
-R = TypeVar("R")
 ATTENTION_TYPES = ("linear", "softmax")
 OTHER_NAMES = {
     "attention_dropout": "dropout",
@@ -402,34 +401,6 @@ def feature_map(x: Tensor) -> Tensor:
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
-
-
-def outside_gpu_graphs(method: Callable[..., R]) -> Callable[..., R]:
-    """Keep a method of attention outside compiled graphs where Triton kernels serve a GPU.
-
-    They are no operators yet, and their definitions would be slower. ``torch.compiler.disable``
-    imports ``torch._dynamo``, which takes longer than all of this package.
-    """
-
-    @wraps(method)
-    def call(self: ProjectedAttention, x: Tensor, *args: Any, **keywords: Any) -> R:
-        if torch.compiler.is_compiling() and x.is_cuda and dispatch.has_triton():
-            return torch.compiler.disable(_warned(method))(self, x, *args, **keywords)
-        return method(self, x, *args, **keywords)
-
-    return call
-
-
-def _warned(method: Callable[..., R]) -> Callable[..., R]:
-    @wraps(method)
-    def call(*args: Any, **keywords: Any) -> R:
-        _warn_once(
-            "torch.compile: on a GPU attention of lrpe_fairseq stays outside the compiled graph, "
-            "and its Triton kernels run as in eager execution"
-        )
-        return method(*args, **keywords)
-
-    return call
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

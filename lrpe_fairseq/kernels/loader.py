@@ -27,7 +27,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,6 +214,11 @@ def interpret(*, on: bool = True) -> None:
     _why_triton_fails.cache_clear()
 
 
+def interprets() -> bool:
+    """True if Triton's interpreter runs the kernels on CPU tensors; see :func:`interpret`."""
+    return _interpreting
+
+
 class LaunchError(RuntimeError):
     """A Triton kernel did not compile or could not be launched."""
 
@@ -242,33 +247,66 @@ def _launch(
     search for it takes longer, and a training step is often as fast as the host.
     """
     with torch.cuda.device_of(args[0]):
-        # Triton specializes for types, alignment and the values of some numbers
-        key = (id(kernel), args[0].device, *constants.items(), *map(_kind, args))
+        key = _key(kernel, args, constants)
         known = _compiled.get(key)
         if known is not None:
-            _, compiled, rest = known
+            compiled, rest = known
             compiled[(*grid, 1, 1)](*args, *rest)
             return
         compiled = kernel[grid](*args, **constants)
         if compiled is not None and _runs_compiled():
             names = kernel.arg_names[len(args) :]
-            _compiled[key] = kernel, compiled, [constants[name] for name in names]
+            _compiled[key] = compiled, [constants[name] for name in names]
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]] = {}
-"""Kernels, their compiled code and their constants in order, by all that the code depends on.
-
-A kernel is held, because its id may belong to another one when it is gone."""
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+"""Compiled kernels and their constants in order, by all that the code depends on."""
 
 
-def _kind(x: Any) -> Any:
-    """Return the properties of an argument for which Triton specializes: its type, alignment to 16
-    bytes, and whether a number is 1, a multiple of 16, or wider than 32 bits."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return (x % 16 == 0) + 2 * (x == 1) + 4 * (x.bit_length() > 31)
-    return type(x)
+class _Arguments(NamedTuple):
+    """Which arguments of a kernel its code depends on."""
+
+    kernel: Any
+    """Held, because its id may belong to another kernel when it is gone."""
+    specialized: tuple[int, ...]
+    """Places of arguments for whose properties Triton specializes."""
+    sizes: tuple[int, ...]
+    """Places of integers (``do_not_specialize``): only their width counts."""
+
+
+_arguments: dict[int, _Arguments] = {}
+"""By the id of the kernel."""
+
+
+def _arguments_of(kernel: Any, count: int) -> _Arguments:
+    params = getattr(kernel, "params", ())[:count]
+    sizes = tuple(n for n, x in enumerate(params) if getattr(x, "do_not_specialize", False))
+    others = tuple(n for n in range(count) if n not in sizes)
+    return _arguments.setdefault(id(kernel), _Arguments(kernel, others, sizes))
+
+
+def _key(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all that the compiled code of a call depends on.
+
+    For a tensor that is its type, and if it is aligned to 16 bytes; for an integer if it is 1, a
+    multiple of 16, or wider than 32 bits.
+    """
+    _, specialized, sizes = _arguments.get(id(kernel)) or _arguments_of(kernel, len(args))
+    key = [id(kernel), args[0].device, *constants, *constants.values()]
+    for n in specialized:
+        x = args[n]
+        if isinstance(x, Tensor):
+            key += x.dtype, x.data_ptr() % 16 == 0
+        elif isinstance(x, int):
+            key.append((x % 16 == 0) + 2 * (x == 1) + 4 * (x.bit_length() > 31))
+        else:
+            key.append(type(x))
+    wide = [n for n in sizes if not -WIDE < args[n] < WIDE]
+    return *key, *wide
+
+
+WIDE = 2**31
+"""Smallest integer of more than 32 bits with its sign."""
 
 
 @lru_cache(maxsize=1)

@@ -34,7 +34,7 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _with_autograd() -> Iterator[None]:
+def with_autograd() -> Iterator[None]:
     """Record gradients inside an operator, whose implementation torch calls below autograd."""
     hidden = torch._C._dispatch_tls_local_exclude_set()
     for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
@@ -50,7 +50,7 @@ def _gradients_of(
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """Return the gradients of ``function(*inputs)``, computed once more, for the needed inputs."""
-    with _with_autograd(), torch.enable_grad():
+    with with_autograd(), torch.enable_grad():
         leaves = [
             x.detach().requires_grad_() if need else x
             for x, need in zip(inputs, needed, strict=True)

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lrpe_fairseq.kernels.results import FARTHEST, LIMIT
+
 PROGRAMS = 264
 """Number of programs into which sequences are divided at least, if they can be: two for each
 multiprocessor of a large GPU."""
 
 LARGEST = tl.constexpr(16384.0)  # in a tile of float16 after the division
 TINY = tl.constexpr(1e-30)
-LIMIT = 65504 / 64  # of quotients in float16; see attention.linear._narrow
 SATURATED = tl.constexpr(LIMIT)
 
 
@@ -45,10 +46,6 @@ def capability(x: Tensor) -> int:
     return 8 if major == 12 else major
 
 
-FARTHEST = 2**24
-"""Elements between two rows: 128 rows lie within 2^31, so that their offsets are int32."""
-
-
 def straight(x: Tensor) -> Tensor:
     """Return ``x``, copied if a row is not contiguous or rows are :data:`FARTHEST` apart."""
     return x if x.stride(-1) == 1 and x.stride(2) < FARTHEST else x.contiguous()
@@ -59,17 +56,6 @@ def with_strides(*tensors: Tensor) -> list[Tensor | int]:
     return [argument for x in tensors for argument in (x, *x.stride()[:3])]
 
 
-def narrow(quotient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as the kernels do: float16 saturates."""
-    return (quotient.clamp(-LIMIT, LIMIT) if dtype == torch.float16 else quotient).to(dtype)
-
-
-def result_type(v: Tensor, wanted: str) -> torch.dtype:
-    """Return the dtype of a result, which is rounded once: float32 where sums may overflow v's."""
-    rounds = wanted == "normalized" or (wanted == "numerator" and v.dtype == torch.bfloat16)
-    return v.dtype if rounds else torch.float32
-
-
 def cdiv(a: int, b: int) -> int:
     """Return a / b, rounded up. On the host triton.cdiv takes longer than a small kernel."""
     return -(-a // b)
@@ -78,24 +64,6 @@ def cdiv(a: int, b: int) -> int:
 def power_of_two(width: int) -> int:
     """Return the side of a block, at least that of a tl.dot."""
     return max(16, 1 << (width - 1).bit_length())
-
-
-def result_like(
-    x: Tensor, width: int, dtype: torch.dtype | None = None, time: int | None = None
-) -> Tensor:
-    """Return memory (B, H, T, width) for a result, in which the heads of a token lie together.
-
-    Batch and time lie as in x (B, H, ., .): as (B, T, H, width), or as (T, B, H, width) if the
-    rows are near enough.
-    """
-    batch, heads, _, _ = x.shape
-    time = x.shape[2] if time is None else time
-    token = heads * width  # numbers of a token with all heads
-    if x.stride(2) > x.stride(0) and batch * token < FARTHEST:
-        strides = token, width, batch * token, 1
-    else:
-        strides = time * token, width, token, 1
-    return x.new_empty_strided((batch, heads, time, width), strides, dtype=dtype)
 
 
 # --- called by kernels ---------------------------------------------------------------------------

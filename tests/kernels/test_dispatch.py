@@ -8,22 +8,26 @@ import torch
 
 import lrpe_fairseq
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.kernels import dispatch, loader
+from lrpe_fairseq.kernels import dispatch, loader, triton_calls
 from lrpe_fairseq.kernels.encode import encode, encode_cpu
 from lrpe_fairseq.kernels.linear import causal, half
 
 PACKAGE = Path(lrpe_fairseq.__file__).parent
 
 
-def test_only_the_dispatch_asks_kernels_and_loads_those_of_triton():
+def test_only_modules_of_calls_ask_kernels_and_loads_those_of_triton():
     asks = re.compile(r"\.serves\(|loader\.triton_kernels\(")
     asking = [path for path in PACKAGE.rglob("*.py") if asks.search(path.read_text("utf-8"))]
-    assert asking == [PACKAGE / "kernels" / "dispatch.py"]
+    assert {path.name for path in asking} == {
+        "dispatch.py",
+        "triton_calls.py",
+        "triton_operators.py",
+    }
 
 
 def test_without_kernels_every_operation_is_left_to_its_definition(monkeypatch):
     monkeypatch.setattr(loader, "triton_kernels", lambda module: None)
-    for module in (encode_cpu, dispatch.causal_cpu):
+    for module in (encode_cpu, triton_calls.causal_cpu):
         monkeypatch.setattr(module, "serves", lambda *_: False)
     x, positions = torch.rand(1, 2, 5, 8), torch.arange(5)
     transform = build_encoding("lrpe-type3", 8, 2).transform(phi=True)
@@ -48,7 +52,7 @@ def test_without_kernels_every_operation_is_left_to_its_definition(monkeypatch):
         (torch.bfloat16, 256, True, "triton"),
         (torch.bfloat16, 64, False, "triton"),
         (torch.float32, 64, False, None),
-        (torch.bfloat16, 256, False, dispatch.HALF.name),
+        (torch.bfloat16, 256, False, triton_calls.HALF),
     ],
 )
 def test_states_that_do_not_fit_registers_have_triton_kernels_of_causal_sums_only(

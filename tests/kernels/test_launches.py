@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels import loader, tiles_triton
+from lrpe_fairseq.kernels import loader, results, tiles_triton
 from lrpe_fairseq.kernels.encode import encode_triton
 from lrpe_fairseq.kernels.encode.encode import Variant
 from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
@@ -113,7 +113,7 @@ def test_a_kernel_is_held_as_long_as_its_compiled_form_is_known_by_its_id(monkey
 
 def test_rows_whose_offsets_pass_int32_are_brought_together():
     far = torch.empty(128, 2**15, 8, 64, device="meta").permute(1, 2, 0, 3)
-    assert far.stride(2) == tiles_triton.FARTHEST
+    assert far.stride(2) == results.FARTHEST
     assert tiles_triton.straight(far).stride(2) == 64
-    assert tiles_triton.result_like(far, 64).stride(2) == 8 * 64
-    assert tiles_triton.result_like(far[1:], 64).stride(2) == (2**15 - 1) * 8 * 64
+    assert results.result_like(far, 64).stride(2) == 8 * 64
+    assert results.result_like(far[1:], 64).stride(2) == (2**15 - 1) * 8 * 64

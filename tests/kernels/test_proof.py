@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 
 from lrpe_fairseq.attention.linear import linear_attention
 from lrpe_fairseq.encodings import build_encoding
-from lrpe_fairseq.kernels import dispatch, loader, probe_triton, proof
+from lrpe_fairseq.kernels import dispatch, loader, probe_triton, proof, triton_calls
 from lrpe_fairseq.kernels.encode import encode_cpu
 from tests import triton_probe
 from tests.kernels.injected import Fails, Wrong, kernels_of, replaced
@@ -299,7 +299,7 @@ def test_a_proof_sees_nothing_of_its_caller(reentrant):
 def test_texts_of_other_lengths_need_no_other_proof():
     for time in (70, 101, 128, 90):
         x = torch.rand(40, 4, time, 16).half()
-        proofs = importlib.import_module(dispatch.PROOFS[dispatch.FULL])
+        proofs = importlib.import_module(triton_calls.PROOFS[dispatch.FULL])
         keys = {proofs.full_key_of(x, x, x, "sums", 1e-6)}
         keys |= {proofs.full_key_of(x[:, :, :66], x[:, :, :66], x[:, :, :66], "sums", 1e-6)}
         assert len(keys) == 1

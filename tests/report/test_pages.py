@@ -30,7 +30,7 @@ def test_a_page_has_verdict_picture_grid_and_files(root):
     flat = " ".join(text.split())
     assert text.startswith("# Demo\n\nA table.\n")
     assert (
-        "- Linear attention, valid, 3 seeds: no row is better than `permuteformer, layernorm` "
+        "- Linear attention, valid, 3 seeds. Unbeaten: `permuteformer, layernorm` "
         "40.30. Against the baseline `none, sinusoidal` 60.30: 3 better."
     ) in flat
     assert "tied" not in flat

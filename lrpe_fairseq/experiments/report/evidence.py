@@ -244,7 +244,7 @@ def best_of(view: ColumnView) -> str:
     rows = view.ranked()
     if view.is_open:
         return f"One seed: {view.named(rows[0])} to {view.named(rows[-1])}, no verdicts."
-    return f"No row is better than {unbeaten(view)}."
+    return f"Unbeaten: {unbeaten(view)}."
 
 
 def most_gained(results: Results) -> str:

@@ -148,7 +148,7 @@ def _rows(table: Table, view: ColumnView) -> str:
         return f"{_place(view)}, {view.seed_span}: no verdicts ({span}).{rank_correlation(view)}"
     # Not "the best": seeds do not tell these apart.
     names = _some([view.named(row) for row in view.unbeaten])
-    text = f"{_place(view)}, {view.seed_span}: no row is better than {names}."
+    text = f"{_place(view)}, {view.seed_span}. Unbeaten: {names}."
     return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 

@@ -27,7 +27,8 @@ from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import encode as defined
 from lrpe_fairseq.kernels.encode.encode import Angles, Transform, Variant
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.tiles_triton import cdiv, result_like
+from lrpe_fairseq.kernels.results import result_like
+from lrpe_fairseq.kernels.tiles_triton import cdiv
 
 ELEMENTS = 2048  # maximum number of features of one head in the registers of a program
 SMALLEST = tl.constexpr(defined.EPS)

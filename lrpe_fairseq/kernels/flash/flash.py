@@ -19,6 +19,9 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 """A tensor of the queries and one of the keys."""
 
+WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128
+"""Widths of keys and values that the kernels support. True: in float32."""
+
 STEPS = 2**16
 """Dropout's probability is a multiple of 1 / STEPS."""
 
@@ -183,6 +186,11 @@ def _philox(seed: Tensor, counter: tuple[Tensor, ...]) -> list[Tensor]:
         c = [b >> 32 & word ^ c[1] ^ key[0], b & word, a >> 32 & word ^ c[3] ^ key[1], a & word]
         key = [key[0] + 0x9E3779B9 & word, key[1] + 0xBB67AE85 & word]
     return c
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """True if the kernels support the widths of q (B, H, T, D) and v (B, H, S, E)."""
+    return q.shape[3] <= WIDEST_KEY[q.dtype == torch.float32] and v.shape[3] <= WIDEST_VALUE
 
 
 def check(

@@ -22,9 +22,9 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.flash import flash, flash_kernels, flash_tiles
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, result_like, straight
+from lrpe_fairseq.kernels.results import result_like
+from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, straight
 
-WIDEST_KEY, WIDEST_VALUE = {True: 128, False: 256}, 128  # True: in float32
 MARGIN = flash_tiles.MARGIN.value
 
 
@@ -53,8 +53,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
         and is_plain(*given)
         and all(x.device == q.device for x in given)
         and q.dtype == k.dtype == v.dtype
-        and q.shape[3] <= WIDEST_KEY[q.dtype == torch.float32]
-        and v.shape[3] <= WIDEST_VALUE
+        and flash.fits(q, v)
         and (on_device(q) or _interpreted(q))
     )
 

@@ -1,8 +1,6 @@
 """Stick-breaking attention (Tan et al., 2025) on CUDA, as Triton kernels.
 
-    weight_ij = b_ij prod_(j < u < slot of i) (1 - b_iu),   b_ij = sigmoid(scale q_i . k_j)
-
-over the visible keys before the query's own; then dropout. No T x S matrix is stored, equal inputs
+The definition is ``stick.definition``. No T x S matrix is stored, equal inputs
 give equal bits, and the time of a text is proportional to the keys that have a weight in float32.
 The kernels, and the sums that they carry, are in ``stick_kernels``.
 
@@ -14,14 +12,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
-from lrpe_fairseq.kernels.flash import flash, flash_triton, stick_kernels
+from lrpe_fairseq.kernels.flash import flash, flash_triton, stick, stick_kernels
 from lrpe_fairseq.kernels.flash.flash_triton import MaskedCall, Options, Tile, rows_of
 from lrpe_fairseq.kernels.flash.flash_triton import serves as serves
-from lrpe_fairseq.kernels.tiles_triton import cdiv, result_like
+from lrpe_fairseq.kernels.results import result_like
+from lrpe_fairseq.kernels.tiles_triton import cdiv
 
 MEMORY = 2**28
 """Bytes for the carries of a backward pass, which takes the batch in parts. A sequence has
@@ -40,9 +38,9 @@ def stick_attention(
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal stick-breaking attention, with arguments as :func:`flash.definition`.
+    """Compute :func:`stick.definition`, with the same arguments.
 
-    A hidden key takes nothing. Returns: (B, H, T, E) in the dtype of q, k and v; it lies in memory
+    Returns: (B, H, T, E) in the dtype of q, k and v; it lies in memory
     as q does, heads inside. A query without a visible key before it gets zeros.
     Raises: ValueError for a window without a key; RuntimeError for second derivatives.
     """
@@ -81,18 +79,9 @@ class _Stick(torch.autograd.Function):
 
 
 def defined(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    """Compute the attention of this module in differentiable operations.
-
-    All weights are in memory. A hidden key has the lowest score: its b is 0, and log(1 - b) too.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lag = flash.lags(q, k, True)
-    seen = flash.visible(lag, True, options.padding, options.segments, options.window) & (lag > 0)
-    scores = q.to(wide) @ k.to(wide).mT * options.scale
-    scores = scores.masked_fill(~seen, torch.finfo(wide).min)
-    left = F.pad(F.softplus(scores), (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
-    shares = (F.logsigmoid(scores) - left).exp()
-    return flash.dropped(shares, options.dropout, options.seed).to(v.dtype) @ v
+    """Compute ``stick.definition`` of the arguments of the autograd function."""
+    names = "scale", "padding", "segments", "window", "dropout", "seed"
+    return stick.definition(q, k, v, **{name: getattr(options, name) for name in names})
 
 
 def tile_of(call: "_Call") -> Tile:

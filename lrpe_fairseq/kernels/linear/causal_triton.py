@@ -56,7 +56,7 @@ def causal_sums(
     """Compute :func:`causal.definition`.
 
     The result is float32 or, unless ``wanted`` is "sums", may be rounded to the dtype of v; see
-    :func:`tiles_triton.result_type`.
+    :func:`results.result_type`.
     """
     if fits_registers(q, v):
         return sweep_triton.causal_sums(q, k, v, wanted, log_decay, eps)

@@ -21,6 +21,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import launch
+from lrpe_fairseq.kernels.results import narrow, result_like, result_type
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
     cast,
@@ -30,12 +31,9 @@ from lrpe_fairseq.kernels.tiles_triton import (
     incoming,
     load,
     load_state,
-    narrow,
     outer_product,
     parts,
     power_of_two,
-    result_like,
-    result_type,
     row_products,
     saturated,
     store,

@@ -1,0 +1,39 @@
+"""Memory and dtype of the results of Triton kernels, also where there is no Triton."""
+
+import torch
+from torch import Tensor
+
+FARTHEST = 2**24
+"""Elements between two rows: 128 rows lie within 2^31, so that their offsets are int32."""
+
+LIMIT = 65504 / 64
+"""Largest quotient in float16; see ``attention.linear._narrow``."""
+
+
+def result_like(
+    x: Tensor, width: int, dtype: torch.dtype | None = None, time: int | None = None
+) -> Tensor:
+    """Return memory (B, H, T, width) for a result, in which the heads of a token lie together.
+
+    Batch and time lie as in x (B, H, ., .): as (B, T, H, width), or as (T, B, H, width) if the
+    rows are near enough.
+    """
+    batch, heads, _, _ = x.shape
+    time = x.shape[2] if time is None else time
+    token = heads * width  # numbers of a token with all heads
+    if x.stride(2) > x.stride(0) and batch * token < FARTHEST:
+        strides = token, width, batch * token, 1
+    else:
+        strides = time * token, width, token, 1
+    return x.new_empty_strided((batch, heads, time, width), strides, dtype=dtype)
+
+
+def result_type(v: Tensor, wanted: str) -> torch.dtype:
+    """Return the dtype of a result, which is rounded once: float32 where sums may overflow v's."""
+    rounds = wanted == "normalized" or (wanted == "numerator" and v.dtype == torch.bfloat16)
+    return v.dtype if rounds else torch.float32
+
+
+def narrow(quotient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as the kernels do: float16 saturates."""
+    return (quotient.clamp(-LIMIT, LIMIT) if dtype == torch.float16 else quotient).to(dtype)

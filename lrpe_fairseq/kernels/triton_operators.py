@@ -1,0 +1,332 @@
+"""Operators of compiled graphs that call the Triton kernels of linear and softmax attention.
+
+Each is a function of eager execution (``triton_calls``), so that it is proved at first use and the
+definition serves where a proof or a launch fails. Its gradient is another operator, which computes
+the function once more and then its gradients: an autograd function keeps results that are no
+arguments of it, and an operator cannot hand them over. Features of queries and keys need no
+operator here, because compilers fuse them with what surrounds them.
+
+A compiled graph may run elsewhere than it was compiled. There an operator computes the definition.
+
+Axes: B batch, H heads, T query time, S key time, D key width, E value width.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrpe_fairseq.kernels import loader, triton_calls
+from lrpe_fairseq.kernels.conditions import called_in_tracing
+from lrpe_fairseq.kernels.flash import flash, stick
+from lrpe_fairseq.kernels.operators import with_autograd
+from lrpe_fairseq.kernels.results import narrow, result_like, result_type
+from lrpe_fairseq.kernels.triton_calls import CAUSAL, FLASH
+
+# --- conditions, which a compiler takes for constants --------------------------------------------
+
+
+@called_in_tracing
+def has_triton(module: str) -> bool:
+    """True if this process has these Triton kernels."""
+    return loader.has_triton_kernels(module)
+
+
+@called_in_tracing
+def _runs_on(device: str) -> bool:
+    return device == "cuda" or loader.interprets()
+
+
+@called_in_tracing
+def _fits_registers(itemsize: int, keys: int, values: int) -> bool:
+    """True if ``tiles_triton.fits_registers`` on the current device."""
+    tiles = importlib.import_module("lrpe_fairseq.kernels.tiles_triton")
+    options = {
+        "dtype": torch.float32 if itemsize == 4 else torch.bfloat16,
+        "device": "cpu" if loader.interprets() else "cuda",
+    }
+    return tiles.fits_registers(*(torch.empty(0, 0, 0, n, **options) for n in (keys, values)))
+
+
+def serves_linear(q: Tensor, v: Tensor, both_ways: bool) -> bool:
+    """True if kernels serve linear attention of q (B, H, T, D) and v (B, H, S, E) in a graph.
+
+    both_ways: True without a causal mask and without a decay.
+    """
+    if not (has_triton(CAUSAL) and _serves(v)):
+        return False
+    return not both_ways or _fits_registers(v.dtype.itemsize, q.shape[3], v.shape[3])
+
+
+def serves_softmax(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if kernels serve softmax attention of q (B, H, T, D), k and v in a graph."""
+    alike = q.dtype == k.dtype == v.dtype
+    return has_triton(FLASH) and _serves(v) and alike and flash.fits(q, v)
+
+
+def _serves(x: Tensor) -> bool:
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return (half or x.dtype == torch.float32) and _runs_on(x.device.type)
+
+
+# --- making operators --------------------------------------------------------------------------
+
+
+class _Operator:
+    """An operator and its gradient, which computes the function once more.
+
+    name: of the operator. arguments: their schema. function: of these arguments, in eager
+    execution. fake: (arguments) -> results without numbers, of the shapes, dtypes and strides of
+    the operator's results, to which those of the function are copied if they lie otherwise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        function: Callable[..., Sequence[Tensor]],
+        fake: Callable[..., Sequence[Tensor]],
+    ) -> None:
+        self._function, self._fake = function, fake
+        self._forward = self._defined(name, f"({arguments}) -> Tensor[]", self._compute, fake)
+        self._backward = self._defined(
+            f"{name}_backward",
+            f"(Tensor[] grads, {arguments}, bool[] needed) -> Tensor[]",
+            self._gradients,
+            self._like_needed,
+        )
+        self._forward.register_autograd(self._gradient, setup_context=self._keep)
+
+    def __call__(self, *arguments: Any) -> list[Tensor]:
+        return self._forward(*arguments)
+
+    @staticmethod
+    def _defined(name: str, schema: str, function: Callable, fake: Callable) -> Any:
+        name = f"lrpe_fairseq::{name}"
+        operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+        return operator
+
+    def _compute(self, *arguments: Any) -> list[Tensor]:
+        with torch.no_grad():
+            results = self._function(*arguments)
+            return [_laid_out(*pair) for pair in zip(results, self._fake(*arguments), strict=True)]
+
+    def _gradients(self, grads: list[Tensor], *given: Any) -> list[Tensor]:
+        *arguments, needed = given
+        with with_autograd(), torch.enable_grad():
+            leaves = [
+                x.detach().requires_grad_() if need else x
+                for x, need in zip(arguments, needed, strict=True)
+            ]
+            results = self._function(*leaves)
+            pairs = [(x, g) for x, g in zip(results, grads, strict=True) if x.requires_grad]
+            wanted = [x for x, need in zip(leaves, needed, strict=True) if need]
+            found = torch.autograd.grad(
+                [x for x, _ in pairs],
+                wanted,
+                [g.to(x.dtype) for x, g in pairs],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        return [_laid_out(g, torch.empty_like(x)) for g, x in zip(found, wanted, strict=True)]
+
+    @staticmethod
+    def _like_needed(grads: list[Tensor], *given: Any) -> list[Tensor]:
+        *arguments, needed = given
+        return [torch.empty_like(x) for x, need in zip(arguments, needed, strict=True) if need]
+
+    @staticmethod
+    def _keep(ctx, inputs, output):
+        ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+
+    def _gradient(self, ctx, grads):
+        saved = iter(ctx.saved_tensors)
+        arguments = [
+            next(saved) if is_tensor else other
+            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        ]
+        needed = [bool(need) for need in ctx.needs_input_grad[: len(arguments)]]
+        found = iter(self._backward(grads, *arguments, needed))
+        return tuple(next(found) if need else None for need in needed)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """Return x in the dtype and with the strides of ``like``, into whose memory it is copied."""
+    if x.dtype == like.dtype and x.stride() == like.stride():
+        return x
+    return like.copy_(narrow(x, like.dtype))
+
+
+# --- linear attention ----------------------------------------------------------------------------
+
+
+def causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``causal.definition`` of q, k and v of one dtype."""
+    out, *denominators = _causal_sums(q, k, v, wanted, log_decay, eps)
+    return out, denominators[0] if denominators else None
+
+
+def _eager_causal_sums(q, k, v, wanted, log_decay, eps):
+    triton = loader.triton_kernels(CAUSAL)
+    serves = triton is not None and triton.serves(q, v, log_decay)
+    compute = triton_calls.causal_sums if serves else triton_calls.causal_sums_without
+    out, denominators = compute(q, k, v, wanted, log_decay, eps)
+    return (out,) if denominators is None else (out, denominators)
+
+
+def _fake_sums(q, k, v, wanted, *_: Any):
+    out = result_like(q, v.shape[3], result_type(v, wanted))
+    denominators = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return [out, denominators] if wanted == "sums" else [out]
+
+
+_causal_sums = _Operator(
+    "causal_sums_on_gpu",
+    "Tensor q, Tensor k, Tensor v, str wanted, Tensor? log_decay, float eps",
+    _eager_causal_sums,
+    _fake_sums,
+)
+
+
+def full_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``causal.full_definition`` of q, k and v of one dtype."""
+    out, *denominators = _full_sums(q, k, v, wanted, eps)
+    return out, denominators[0] if denominators else None
+
+
+def _eager_full_sums(q, k, v, wanted, eps):
+    triton = loader.triton_kernels(CAUSAL)
+    serves = triton is not None and triton.serves(q, v) and triton.fits_registers(q, v)
+    compute = triton_calls.full_sums if serves else triton_calls.full_sums_without
+    out, denominators = compute(q, k, v, wanted, eps)
+    return (out,) if denominators is None else (out, denominators)
+
+
+_full_sums = _Operator(
+    "full_sums_on_gpu",
+    "Tensor q, Tensor k, Tensor v, str wanted, float eps",
+    _eager_full_sums,
+    _fake_sums,
+)
+
+
+# --- softmax attention ---------------------------------------------------------------------------
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    table: Tensor | None = None,
+    first_lag: int = 0,
+    decay: Tensor | None = None,
+    score_decay: Tensor | None = None,
+    gates: flash.Pair | None = None,
+    by_query: Tensor | None = None,
+    by_key: Tensor | None = None,
+    padding: Tensor | None = None,
+    segments: flash.Pair | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute ``flash.definition``; the graph draws dropout's seed."""
+    terms = table, decay, score_decay, *(gates or (None, None)), by_query, by_key
+    masks = padding, *(segments or (None, None)), _seed(q, dropout)
+    return _flash(q, k, v, *terms, *masks, causal, scale, first_lag, window, dropout)[0]
+
+
+def _seed(q: Tensor, dropout: float) -> Tensor | None:
+    """Return the seed of a call with dropout: its gradient must drop the same weights."""
+    return torch.randint(2**63 - 1, (1,), device=q.device) if dropout else None
+
+
+def _pair(first: Tensor | None, second: Tensor | None) -> flash.Pair | None:
+    return None if first is None else (first, second)
+
+
+def _eager_flash(q, k, v, *given: Any):
+    table, decay, score_decay, c, d, by_query, by_key, *rest = given
+    padding, of_queries, of_keys, seed, causal, scale, first_lag, window, dropout = rest
+    arguments = {
+        "causal": causal,
+        "scale": scale,
+        "table": table,
+        "first_lag": first_lag,
+        "decay": decay,
+        "score_decay": score_decay,
+        "gates": _pair(c, d),
+        "by_query": by_query,
+        "by_key": by_key,
+        "padding": padding,
+        "segments": _pair(of_queries, of_keys),
+        "window": window,
+        "dropout": dropout,
+        "seed": seed,
+    }
+    out = triton_calls.flash_attention(q, k, v, **arguments)
+    return (flash.definition(q, k, v, **arguments) if out is None else out,)
+
+
+def _fake_attention(q, k, v, *_: Any):
+    return [result_like(q, v.shape[3])]
+
+
+_flash = _Operator(
+    "flash_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor? table, Tensor? decay, Tensor? score_decay, Tensor? c, "
+    "Tensor? d, Tensor? by_query, Tensor? by_key, Tensor? padding, Tensor? of_queries, "
+    "Tensor? of_keys, Tensor? seed, bool causal, float scale, SymInt first_lag, SymInt? window, "
+    "float dropout",
+    _eager_flash,
+    _fake_attention,
+)
+
+
+def stick_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    padding: Tensor | None = None,
+    segments: flash.Pair | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute ``stick.definition``; the graph draws dropout's seed."""
+    masks = padding, *(segments or (None, None)), _seed(q, dropout)
+    return _stick(q, k, v, *masks, scale, window, dropout)[0]
+
+
+def _eager_stick(q, k, v, padding, of_queries, of_keys, seed, scale, window, dropout):
+    arguments = {
+        "scale": scale,
+        "padding": padding,
+        "segments": _pair(of_queries, of_keys),
+        "window": window,
+        "dropout": dropout,
+        "seed": seed,
+    }
+    out = triton_calls.stick_attention(q, k, v, **arguments)
+    return (stick.definition(q, k, v, **arguments) if out is None else out,)
+
+
+_stick = _Operator(
+    "stick_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor? padding, Tensor? of_queries, Tensor? of_keys, "
+    "Tensor? seed, float scale, SymInt? window, float dropout",
+    _eager_stick,
+    _fake_attention,
+)
