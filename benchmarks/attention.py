@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import dispatch, loader
+from lrpe_fairseq.kernels import loader, triton_calls
 from lrpe_fairseq.kernels.linear import causal_cpu
 
 HEADS, WIDTH = 8, 64
@@ -44,7 +44,7 @@ def causal_forms(device: str) -> dict[str, Callable]:
 
 def has_kernel(device: str) -> bool:
     """True if causal linear attention has a kernel for the device."""
-    found = causal_cpu.library() if device == "cpu" else loader.triton_kernels(dispatch.CAUSAL)
+    found = causal_cpu.library() if device == "cpu" else loader.triton_kernels(triton_calls.CAUSAL)
     return found is not None
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks import attention
 from lrpe_fairseq.attention.linear import linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import dispatch, loader
+from lrpe_fairseq.kernels import loader, triton_calls
 from lrpe_fairseq.kernels.flash import flash
 
 HEADS, WIDTH = 8, 64
@@ -157,7 +157,8 @@ def _defined(
 
 def _flash(kind: str, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
     """Our flash kernel; on a CPU its definition."""
-    form = loader.triton_kernels(dispatch.FLASH).flash_attention if q.is_cuda else flash.definition
+    in_triton = q.is_cuda and loader.triton_kernels(triton_calls.FLASH)
+    form = in_triton.flash_attention if in_triton else flash.definition
     return form(q, k, v, causal=True, scale=q.shape[-1] ** -0.5, **_extra(kind, q, extra))
 
 
@@ -173,7 +174,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not q.is_cuda:
         return attention.chunked(q, k, v)
     with mock.patch.object(
-        loader.triton_kernels(dispatch.CAUSAL), "fits_registers", return_value=False
+        loader.triton_kernels(triton_calls.CAUSAL), "fits_registers", return_value=False
     ):
         return attention.ours(q, k, v)
 

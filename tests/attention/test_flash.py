@@ -7,7 +7,7 @@ import torch
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class, is_causal_only
-from lrpe_fairseq.kernels import dispatch, loader
+from lrpe_fairseq.kernels import loader, triton_calls
 from tests.end_to_end.cases import sampled
 
 flash_triton = pytest.importorskip("lrpe_fairseq.kernels.flash.flash_triton")
@@ -47,7 +47,7 @@ def expected(name, causal, mask):
 @pytest.fixture
 def calls(monkeypatch):
     """The arguments of every call of the kernel, which is used on the CPU."""
-    found, modules = [], {dispatch.FLASH: flash_triton, dispatch.STICK: stick_triton}
+    found, modules = [], {triton_calls.FLASH: flash_triton, triton_calls.STICK: stick_triton}
 
     def counted(kernel, *given, **options):
         found.append(options)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention import linear
 from lrpe_fairseq.attention.linear import EPS, linear_attention, linear_attention_naive
-from lrpe_fairseq.kernels import dispatch, loader
+from lrpe_fairseq.kernels import loader, triton_calls
 from lrpe_fairseq.kernels.linear import causal
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
@@ -195,6 +195,6 @@ def test_sums_before_a_norm_are_float32_from_states_in_registers(is_causal, monk
 
 def test_without_a_gpu_the_kernels_are_not_asked():
     if DEVICE == "cpu":
-        assert loader.triton_kernels(dispatch.CAUSAL) is None
+        assert loader.triton_kernels(triton_calls.CAUSAL) is None
         q = torch.rand(1, 1, 4, 16)
         assert not causal_triton.serves(q, q)

@@ -299,7 +299,7 @@ def test_a_proof_sees_nothing_of_its_caller(reentrant):
 def test_texts_of_other_lengths_need_no_other_proof():
     for time in (70, 101, 128, 90):
         x = torch.rand(40, 4, time, 16).half()
-        proofs = importlib.import_module(triton_calls.PROOFS[dispatch.FULL])
+        proofs = importlib.import_module(triton_calls.PROOFS[triton_calls.FULL])
         keys = {proofs.full_key_of(x, x, x, "sums", 1e-6)}
         keys |= {proofs.full_key_of(x[:, :, :66], x[:, :, :66], x[:, :, :66], "sums", 1e-6)}
         assert len(keys) == 1
