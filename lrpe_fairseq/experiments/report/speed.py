@@ -42,6 +42,7 @@ def pages(root: Path) -> dict[str, str]:
         against_table9=against_table9(root),
         steps=measured("steps", "cuda", root),
         compiled_steps=_compiled_names(root),
+        with_other_threads=_with_other_threads(root),
         **releases(root),
         forms=measured("attention", "cuda", root),
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
@@ -77,6 +78,16 @@ def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
 def _compiled_names(root: Path) -> list[str]:
     """Return the encodings whose compiled steps were timed on a CPU, in order."""
     return list(dict.fromkeys(row["encoding"] for row in measured("compiled-steps", "cpu", root)))
+
+
+def _with_other_threads(root: Path) -> str:
+    """Return which rows of Table 9 were timed with other threads than the rest, as a sentence."""
+    file = run_file("table9", "cpu", root)
+    own = {row["encoding"]: row["threads"] for row in file["rows"] if "threads" in row}
+    counts = sorted({n for n in own.values() if n != file["threads"]})
+    groups = [(n, [f"`{name}`" for name in own if own[name] == n]) for n in counts]
+    texts = [f"for {markdown.listed(names)} {n}" for n, names in groups]
+    return f" Threads of the CPU: {file['threads']}; {markdown.listed(texts)}." if texts else ""
 
 
 def releases(root: Path) -> dict[str, Any]:
