@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import re
+import textwrap
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -330,7 +331,7 @@ def maps(path: Path, panels: Sequence[Heat], x: Sequence[str], y: Sequence[str])
         axes.set_xticks(range(len(x) - 1), x[1:])
         axes.set_yticks(range(len(y) - 1), y[1:])
         axes.set(xlabel=x[0], ylabel=y[0])
-        axes.set_title(panel.title, fontsize=9)
+        axes.set_title(textwrap.fill(panel.title, 28), fontsize=9)
     save(figure, path)
 
 
