@@ -24,6 +24,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -190,14 +191,22 @@ def _why_too_old(module: str) -> str:
 def _why_triton_fails() -> str:
     """Run a small kernel; return the reason if Triton cannot, for example without a C compiler."""
     try:
-        probe = importlib.import_module("lrpe_fairseq.kernels.probe_triton")
-        probe.run("cpu" if _interpreting else "cuda")
+        with ThreadPoolExecutor(
+            1
+        ) as pool:  # a new thread has no dispatch mode, such as fake tensors
+            pool.submit(
+                _probe, "cpu" if _interpreting else f"cuda:{torch.cuda.current_device()}"
+            ).result()
     except Exception as error:  # whatever Triton, its compiler or CUDA raises
         return (
             f"Triton does not run here ({_reason(error)}); it needs a C compiler and a writable "
             f"cache folder (TRITON_CACHE_DIR); {VARIABLE}=0 ends this warning"
         )
     return ""
+
+
+def _probe(device: str) -> None:
+    importlib.import_module("lrpe_fairseq.kernels.probe_triton").run(device)
 
 
 _interpreting = False

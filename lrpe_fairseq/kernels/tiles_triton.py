@@ -34,7 +34,12 @@ product of them is three of tf32, for which no state is small enough."""
 def fits_registers(q: Tensor, v: Tensor) -> bool:
     """True if the state of q (B, H, T, D) and v (B, H, S, E) is kept in registers."""
     blocks = power_of_two(q.shape[3]) * power_of_two(v.shape[3])
-    return v.dtype != torch.float32 and blocks <= STATE[min(capability(v), 9)]
+    return v.dtype != torch.float32 and blocks <= largest_state(v)
+
+
+def largest_state(x: Tensor) -> int:
+    """Return the largest state, in numbers, of a program on the device of ``x``."""
+    return STATE[min(capability(x), 9)]
 
 
 def capability(x: Tensor) -> int:

@@ -40,14 +40,10 @@ def _runs_on(device: str) -> bool:
 
 
 @called_in_tracing
-def _fits_registers(itemsize: int, keys: int, values: int) -> bool:
-    """True if ``tiles_triton.fits_registers`` on the current device."""
+def _largest_state() -> int:
+    """Return how many numbers ``tiles_triton.fits_registers`` allows on the current device."""
     tiles = importlib.import_module("lrpe_fairseq.kernels.tiles_triton")
-    options = {
-        "dtype": torch.float32 if itemsize == 4 else torch.bfloat16,
-        "device": "cpu" if loader.interprets() else "cuda",
-    }
-    return tiles.fits_registers(*(torch.empty(0, 0, 0, n, **options) for n in (keys, values)))
+    return tiles.largest_state(torch.empty(0, device="cpu" if loader.interprets() else "cuda"))
 
 
 def serves_linear(q: Tensor, v: Tensor, both_ways: bool) -> bool:
@@ -57,7 +53,19 @@ def serves_linear(q: Tensor, v: Tensor, both_ways: bool) -> bool:
     """
     if not (has_triton(CAUSAL) and _serves(v)):
         return False
-    return not both_ways or _fits_registers(v.dtype.itemsize, q.shape[3], v.shape[3])
+    fits = v.dtype != torch.float32 and _block(q) * _block(v) <= _largest_state()
+    return not both_ways or fits
+
+
+def _block(x: Tensor) -> int:
+    """Return the columns of a block of x (B, H, T, .), as ``tiles_triton.power_of_two``.
+
+    By comparisons, which a compiler allows of a symbolic width.
+    """
+    columns = 16
+    while columns < x.shape[3]:
+        columns *= 2
+    return columns
 
 
 def serves_softmax(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -156,10 +164,13 @@ class _Operator:
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return x in the dtype and with the strides of ``like``, into whose memory it is copied."""
-    if x.dtype == like.dtype and x.stride() == like.stride():
-        return x
-    return like.copy_(narrow(x, like.dtype))
+    """Return x in the dtype and with the strides of ``like``, into whose memory it is copied.
+
+    Only a quotient has another dtype, where the definition computed it.
+    """
+    if x.dtype != like.dtype:
+        x = narrow(x, like.dtype)
+    return x if x.stride() == like.stride() else like.copy_(x)
 
 
 # --- linear attention ----------------------------------------------------------------------------

@@ -204,10 +204,12 @@ def test_a_gpu_on_which_triton_fails_leaves_all_to_pytorch_and_says_why(monkeypa
     from lrpe_fairseq.kernels import probe_triton
 
     def fails(device):
+        assert device == "cuda:1"  # that of this process, also in another thread
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(probe_triton, "run", fails)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for cache in (loader._triton_kernels, loader._why_triton_fails):
         cache.cache_clear()

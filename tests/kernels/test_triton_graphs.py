@@ -7,13 +7,16 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
+from lrpe_fairseq.attention.linear import linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.kernels import loader, proof, triton_operators
 from lrpe_fairseq.kernels.flash import flash, stick
 from lrpe_fairseq.kernels.linear import causal
+from lrpe_fairseq.kernels.results import LIMIT
 from tests import triton_probe
 from tests.kernels.injected import Fails, replaced
 
@@ -136,6 +139,25 @@ def test_a_graph_serves_other_lengths_in_inductor():
         assert_close(found, results_of(function, x, parameters), rtol=1e-4, atol=1e-4)
 
 
+def test_kernels_are_looked_for_outside_of_fake_tensors():
+    """What is found is kept, so a first look while torch.export traces must not fail."""
+    loader.interpret()  # forgets what was found
+    with FakeTensorMode():
+        assert triton_operators.has_triton(triton_operators.FLASH)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_widths_may_be_symbolic(causal):
+    """As under ``dynamic=True``, in functions that build no layers."""
+
+    def function(q, k, v):
+        return linear_attention(q, k, v, causal=causal)
+
+    given = [x.half() for x in rows()]
+    found = torch.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)(*given)
+    torch.testing.assert_close(found, function(*given), rtol=1e-3, atol=1e-3)
+
+
 # --- operators -----------------------------------------------------------------------------------
 
 
@@ -229,6 +251,22 @@ def test_an_operator_is_its_definition(name, with_triton, monkeypatch, seeded):
     operator, definition, given = OPERATORS[name]
     found, wanted = with_gradients(operator, given), with_gradients(definition, given)
     assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_large_gradients_of_half_types_are_not_limited():
+    """Also if they are copied, as those of keys that several heads share."""
+    q, k, v = (x.half().requires_grad_() for x in rows())
+    shared = k[:, :1].expand_as(k)
+    weights = torch.full_like(v, 2000.0)
+
+    def gradients(call):
+        out = call(q, shared, v, scale=0.25, causal=True)
+        return torch.autograd.grad(out, (q, k, v), weights)
+
+    found, wanted = map(gradients, (triton_operators.flash_attention, flash.definition))
+    assert max(x.abs().max() for x in wanted) > 2 * LIMIT
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=50.0)
 
 
 def test_the_seed_of_dropout_is_drawn_once_for_a_call_and_its_gradient():
