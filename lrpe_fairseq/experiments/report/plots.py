@@ -205,7 +205,8 @@ def dots(path: Path, panels: Sequence[Panel]) -> None:
         for place, (method, (_, mean, low, high)) in enumerate(
             zip(panel.rows, points, strict=True)
         ):
-            spread = [[mean - low], [high - mean]]
+            # A mean of equal numbers may differ from them by rounding.
+            spread = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
             style = shown[method]
             if mean > most:
                 _leaving(axes, place, mean, style["color"])
