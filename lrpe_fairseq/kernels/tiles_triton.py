@@ -9,6 +9,8 @@ Sums over rows or columns are products with 16 columns too: tensor cores compute
 instructions than a reduction over threads.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -47,7 +49,13 @@ def capability(x: Tensor) -> int:
 
     It is 8 for 12.x (consumer Blackwell), which also spills larger states, and 9 for a CPU.
     """
-    major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+    return _major_of(x.device) if x.is_cuda else 9
+
+
+@cache
+def _major_of(device: torch.device) -> int:
+    """Return :func:`capability` of a GPU."""
+    major, _ = torch.cuda.get_device_capability(device)
     return 8 if major == 12 else major
 
 
