@@ -129,7 +129,7 @@ def feature_maps(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor | N
 
 
 class LinearKernel(NamedTuple):
-    """A kernel that takes rows of half types; its sums are float32.
+    """A kernel that takes rows of half types; its sums are float32, its results may be rounded.
 
     causal_sums: as ``causal.definition``. full_sums: as ``causal.full_definition``.
     """

@@ -298,7 +298,8 @@ def _key(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple
     """Return all that the compiled code of a call depends on.
 
     For a tensor that is its type, and if it is aligned to 16 bytes; for an integer if it is 1, a
-    multiple of 16, or wider than 32 bits.
+    multiple of 16, or wider than 32 bits. At the places of sizes are integers, for which the width
+    alone counts. Bool is no argument of a kernel.
     """
     _, specialized, sizes = _arguments.get(id(kernel)) or _arguments_of(kernel, len(args))
     key = [id(kernel), args[0].device, *constants, *constants.values()]

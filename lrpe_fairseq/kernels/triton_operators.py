@@ -1,12 +1,13 @@
 """Operators of compiled graphs that call the Triton kernels of linear and softmax attention.
 
-Each is a function of eager execution (``triton_calls``), so that it is proved at first use and the
-definition serves where a proof or a launch fails. Its gradient is another operator, which computes
-the function once more and then its gradients: an autograd function keeps results that are no
-arguments of it, and an operator cannot hand them over. Features of queries and keys need no
-operator here, because compilers fuse them with what surrounds them.
+Each calls a function of eager execution (``triton_calls``), so its kernels are proved at first use,
+and the definition serves where a proof or a launch fails, or where a graph runs on a machine
+without them. Trap: that of softmax attention then has all T x S scores in memory.
 
-A compiled graph may run elsewhere than it was compiled. There an operator computes the definition.
+The gradient is another operator, which computes the function once more and then its gradients. So
+an operator needs no list of what its kernels keep, at the price of a second forward pass. There are
+no second derivatives. Features of queries and keys need no operator here, because compilers fuse
+them with what surrounds them.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from lrpe_fairseq.kernels import loader, triton_calls
 from lrpe_fairseq.kernels.conditions import called_in_tracing
 from lrpe_fairseq.kernels.flash import flash, stick
+from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.operators import with_autograd
 from lrpe_fairseq.kernels.results import narrow, result_like, result_type
 from lrpe_fairseq.kernels.triton_calls import CAUSAL, FLASH
@@ -47,7 +49,9 @@ def _largest_state() -> int:
 
 
 def serves_linear(q: Tensor, v: Tensor, both_ways: bool) -> bool:
-    """True if kernels serve linear attention of q (B, H, T, D) and v (B, H, S, E) in a graph.
+    """True if a graph calls kernels for linear attention of q (B, H, T, D) and v (B, H, S, E).
+
+    Whether they serve the tensors of a call is decided when it runs.
 
     both_ways: True without a causal mask and without a decay.
     """
@@ -69,7 +73,7 @@ def _block(x: Tensor) -> int:
 
 
 def serves_softmax(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if kernels serve softmax attention of q (B, H, T, D), k and v in a graph."""
+    """As :func:`serves_linear`, for softmax attention of q (B, H, T, D), k and v (B, H, S, E)."""
     alike = q.dtype == k.dtype == v.dtype
     return has_triton(FLASH) and _serves(v) and alike and flash.fits(q, v)
 
@@ -164,12 +168,7 @@ class _Operator:
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return x in the dtype and with the strides of ``like``, into whose memory it is copied.
-
-    Only a quotient has another dtype, where the definition computed it.
-    """
-    if x.dtype != like.dtype:
-        x = narrow(x, like.dtype)
+    """Return x if its strides are those of ``like``; else copy it into the memory of ``like``."""
     return x if x.stride() == like.stride() else like.copy_(x)
 
 
@@ -184,12 +183,17 @@ def causal_sums(
     return out, denominators[0] if denominators else None
 
 
-def _eager_causal_sums(q, k, v, wanted, log_decay, eps):
+def _call_causal_sums(q, k, v, wanted, log_decay, eps):
     triton = loader.triton_kernels(CAUSAL)
     serves = triton is not None and triton.serves(q, v, log_decay)
     compute = triton_calls.causal_sums if serves else triton_calls.causal_sums_without
-    out, denominators = compute(q, k, v, wanted, log_decay, eps)
-    return (out,) if denominators is None else (out, denominators)
+    return _rounded(v, wanted, *compute(q, k, v, wanted, log_decay, eps))
+
+
+def _rounded(v: Tensor, wanted: str, out: Tensor, denominators: Tensor | None) -> Sequence[Tensor]:
+    """Return the results in the dtypes of the kernels; definitions compute float32."""
+    dtype = result_type(v, wanted)
+    return causal.present(out if out.dtype == dtype else narrow(out, dtype), denominators)
 
 
 def _fake_sums(q, k, v, wanted, *_: Any):
@@ -201,7 +205,7 @@ def _fake_sums(q, k, v, wanted, *_: Any):
 _causal_sums = _Operator(
     "causal_sums_on_gpu",
     "Tensor q, Tensor k, Tensor v, str wanted, Tensor? log_decay, float eps",
-    _eager_causal_sums,
+    _call_causal_sums,
     _fake_sums,
 )
 
@@ -214,18 +218,17 @@ def full_sums(
     return out, denominators[0] if denominators else None
 
 
-def _eager_full_sums(q, k, v, wanted, eps):
+def _call_full_sums(q, k, v, wanted, eps):
     triton = loader.triton_kernels(CAUSAL)
     serves = triton is not None and triton.serves(q, v) and triton.fits_registers(q, v)
     compute = triton_calls.full_sums if serves else triton_calls.full_sums_without
-    out, denominators = compute(q, k, v, wanted, eps)
-    return (out,) if denominators is None else (out, denominators)
+    return _rounded(v, wanted, *compute(q, k, v, wanted, eps))
 
 
 _full_sums = _Operator(
     "full_sums_on_gpu",
     "Tensor q, Tensor k, Tensor v, str wanted, float eps",
-    _eager_full_sums,
+    _call_full_sums,
     _fake_sums,
 )
 
@@ -267,7 +270,7 @@ def _pair(first: Tensor | None, second: Tensor | None) -> flash.Pair | None:
     return None if first is None else (first, second)
 
 
-def _eager_flash(q, k, v, *given: Any):
+def _call_flash(q, k, v, *given: Any):
     table, decay, score_decay, c, d, by_query, by_key, *rest = given
     padding, of_queries, of_keys, seed, causal, scale, first_lag, window, dropout = rest
     arguments = {
@@ -287,7 +290,14 @@ def _eager_flash(q, k, v, *given: Any):
         "seed": seed,
     }
     out = triton_calls.flash_attention(q, k, v, **arguments)
-    return (flash.definition(q, k, v, **arguments) if out is None else out,)
+    return (_defined(flash.definition, q, k, v, arguments) if out is None else out,)
+
+
+def _defined(
+    definition: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
+) -> Tensor:
+    loader.log_served("softmax attention in a graph", "definition", q.device.type)
+    return definition(q, k, v, **arguments)
 
 
 def _fake_attention(q, k, v, *_: Any):
@@ -300,7 +310,7 @@ _flash = _Operator(
     "Tensor? d, Tensor? by_query, Tensor? by_key, Tensor? padding, Tensor? of_queries, "
     "Tensor? of_keys, Tensor? seed, bool causal, float scale, SymInt first_lag, SymInt? window, "
     "float dropout",
-    _eager_flash,
+    _call_flash,
     _fake_attention,
 )
 
@@ -321,7 +331,7 @@ def stick_attention(
     return _stick(q, k, v, *masks, scale, window, dropout)[0]
 
 
-def _eager_stick(q, k, v, padding, of_queries, of_keys, seed, scale, window, dropout):
+def _call_stick(q, k, v, padding, of_queries, of_keys, seed, scale, window, dropout):
     arguments = {
         "scale": scale,
         "padding": padding,
@@ -331,13 +341,13 @@ def _eager_stick(q, k, v, padding, of_queries, of_keys, seed, scale, window, dro
         "seed": seed,
     }
     out = triton_calls.stick_attention(q, k, v, **arguments)
-    return (stick.definition(q, k, v, **arguments) if out is None else out,)
+    return (_defined(stick.definition, q, k, v, arguments) if out is None else out,)
 
 
 _stick = _Operator(
     "stick_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? padding, Tensor? of_queries, Tensor? of_keys, "
     "Tensor? seed, float scale, SymInt? window, float dropout",
-    _eager_stick,
+    _call_stick,
     _fake_attention,
 )

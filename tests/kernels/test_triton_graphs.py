@@ -13,10 +13,10 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 
 from lrpe_fairseq.attention.linear import linear_attention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.kernels import loader, proof, triton_operators
+from lrpe_fairseq.kernels import loader, proof, triton_calls, triton_operators
 from lrpe_fairseq.kernels.flash import flash, stick
 from lrpe_fairseq.kernels.linear import causal
-from lrpe_fairseq.kernels.results import LIMIT
+from lrpe_fairseq.kernels.results import LIMIT, narrow
 from tests import triton_probe
 from tests.kernels.injected import Fails, replaced
 
@@ -313,3 +313,17 @@ def test_a_launch_that_fails_in_a_graph_leaves_the_call_to_the_definition(kernel
     assert injected.launches
     assert_close(found, with_gradients(definition, given), rtol=1e-5, atol=1e-5)
     assert any("definition" in kernel for kernel in loader.SERVED["kernel of softmax attention"])
+
+
+def test_the_gradient_of_a_saturated_quotient_is_zero():
+    """Where the definition serves, as in cross-attention with a memory of another length."""
+    q, k, v = rows()
+    given = [(q - 0.5).half(), (k[:, :, :6] - 0.5).half(), v[:, :, :6].half() * 30]
+    results = []
+    for function in (triton_operators.full_sums, triton_calls.full_sums_without):
+        leaves = [x.detach().requires_grad_() for x in given]
+        out, _ = function(*leaves, "normalized", 1e-6)
+        out = narrow(out, torch.float16) if out.dtype != torch.float16 else out
+        assert out.abs().max() == LIMIT
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    assert_close(*results, rtol=1e-2, atol=1e-2)
