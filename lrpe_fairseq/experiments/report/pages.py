@@ -274,6 +274,8 @@ def _change(first: ColumnView, view: ColumnView) -> str:
     if not rows:
         return ""
     changes = sorted(100 * (view.mean(row) / first.mean(row) - 1) for row in rows)
+    if len(rows) == 1:
+        return f"{view.column.title} {changes[0]:+.1f} % (1 row)"
     return f"{view.column.title} {changes[0]:+.1f} to {changes[-1]:+.1f} % ({len(rows)} rows)"
 
 
