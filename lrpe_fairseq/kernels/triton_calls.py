@@ -134,27 +134,26 @@ def _widened(*rows: Tensor) -> list[Tensor]:
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor | None:
     """Compute ``flash.definition`` in Triton, or return None without a kernel for the tensors."""
-    triton = loader.triton_kernels(FLASH)
-    if triton is None or not triton.serves(q, k, v, *_tensors(arguments)):
-        return None
-    examples = _proofs(FLASH)
-    return proof.run(
-        examples.key_of(examples.FLASH, q, k, v, **arguments),
-        partial(examples.example_of, examples.FLASH, q, k, v, **arguments),
-        partial(triton.flash_attention, q, k, v, **arguments),
-    )
+    return _attention(FLASH, "flash_attention", (q, k, v), arguments)
 
 
 def stick_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor | None:
-    """Compute ``stick_triton.stick_attention``, or return None without a kernel."""
-    triton = loader.triton_kernels(STICK)
-    if triton is None or not triton.serves(q, k, v, *_tensors(arguments)):
+    """Compute ``stick.definition`` in Triton, or return None without a kernel for the tensors."""
+    return _attention(STICK, "stick_attention", (q, k, v), arguments)
+
+
+def _attention(
+    module: str, name: str, rows: tuple[Tensor, ...], arguments: dict[str, Any]
+) -> Tensor | None:
+    triton = loader.triton_kernels(module)
+    if triton is None or not triton.serves(*rows, *_tensors(arguments)):
         return None
-    examples = _proofs(STICK)
+    examples = _proofs(module)
+    family = {FLASH: examples.FLASH, STICK: examples.STICK}[module]
     return proof.run(
-        examples.key_of(examples.STICK, q, k, v, **arguments),
-        partial(examples.example_of, examples.STICK, q, k, v, **arguments),
-        partial(triton.stick_attention, q, k, v, **arguments),
+        examples.key_of(family, *rows, **arguments),
+        partial(examples.example_of, family, *rows, **arguments),
+        partial(getattr(triton, name), *rows, **arguments),
     )
 
 

@@ -289,15 +289,21 @@ def _call_flash(q, k, v, *given: Any):
         "dropout": dropout,
         "seed": seed,
     }
-    out = triton_calls.flash_attention(q, k, v, **arguments)
-    return (_defined(flash.definition, q, k, v, arguments) if out is None else out,)
+    return _attended(triton_calls.flash_attention, flash.definition, (q, k, v), arguments)
 
 
-def _defined(
-    definition: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
-) -> Tensor:
-    loader.log_served("softmax attention in a graph", "definition", q.device.type)
-    return definition(q, k, v, **arguments)
+def _attended(
+    kernels: Callable[..., Tensor | None],
+    definition: Callable[..., Tensor],
+    rows: tuple[Tensor, ...],
+    arguments: dict[str, Any],
+) -> tuple[Tensor]:
+    """Return the result of ``kernels``, or of ``definition`` where they do not serve."""
+    out = kernels(*rows, **arguments)
+    if out is None:
+        loader.log_served("softmax attention in a graph", "definition", rows[0].device.type)
+        out = definition(*rows, **arguments)
+    return (out,)
 
 
 def _fake_attention(q, k, v, *_: Any):
@@ -340,8 +346,7 @@ def _call_stick(q, k, v, padding, of_queries, of_keys, seed, scale, window, drop
         "dropout": dropout,
         "seed": seed,
     }
-    out = triton_calls.stick_attention(q, k, v, **arguments)
-    return (_defined(stick.definition, q, k, v, arguments) if out is None else out,)
+    return _attended(triton_calls.stick_attention, stick.definition, (q, k, v), arguments)
 
 
 _stick = _Operator(
