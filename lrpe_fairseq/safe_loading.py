@@ -12,6 +12,7 @@ Programs such as ``transformers.Trainer`` allow numpy's own.
 """
 
 import contextlib
+import threading
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +83,9 @@ def _numpy_stand_ins() -> list[tuple[Callable, str]]:
 ALLOWED = [Namespace, *_numpy_stand_ins()]
 """Arguments of ``torch.serialization.add_safe_globals``."""
 
+_lock = threading.RLock()
+"""What is allowed belongs to the process: two threads that load at once take turns."""
+
 
 @contextlib.contextmanager
 def allowed(*more: type) -> Iterator[None]:
@@ -90,14 +94,15 @@ def allowed(*more: type) -> Iterator[None]:
     Trap: torch keeps what is allowed in a set. If two entries have one name, as numpy's own dtype
     and its stand-in, chance decides which of them serves. So the stand-ins replace the others.
     """
-    others = torch.serialization.get_safe_globals()
     names = {name for _, name in _numpy_stand_ins()}
-    kept = [other for other in others if _name(other) not in names]
-    _set_safe_globals([*kept, *ALLOWED, *more])
-    try:
-        yield
-    finally:
-        _set_safe_globals(others)
+    with _lock:
+        others = torch.serialization.get_safe_globals()
+        kept = [other for other in others if _name(other) not in names]
+        _set_safe_globals([*kept, *ALLOWED, *more])
+        try:
+            yield
+        finally:
+            _set_safe_globals(others)
 
 
 def _set_safe_globals(entries: list[Any]) -> None:

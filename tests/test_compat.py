@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
 from pathlib import Path
 
@@ -286,6 +287,23 @@ def test_names_are_allowed_only_while_a_checkpoint_loads():
         "numpy.core.multiarray._reconstruct",
         "numpy.core.multiarray.scalar",
     }
+
+
+def test_two_threads_that_load_at_once_leave_nothing_allowed():
+    before = allowed_names()
+    first_has_left = threading.Event()
+
+    def second():
+        with safe_loading.allowed():
+            first_has_left.wait(10)
+
+    thread = threading.Thread(target=second)
+    with safe_loading.allowed():
+        thread.start()
+        thread.join(0.1)  # time to enter, if it could
+    first_has_left.set()
+    thread.join()
+    assert allowed_names() == before
 
 
 def test_what_other_programs_allow_serves_them_and_not_the_checkpoints_of_fairseq(tmp_path):
