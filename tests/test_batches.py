@@ -24,6 +24,8 @@ FEWER = {  # configuration -> GPUs of 8 that are used
     "wikitext2": 4,  # 4 blocks of text
     "wikitext2-annealed": 4,
     "medium": 4,
+    "medium-10m": 4,
+    "medium-5m": 4,
     "multi30k": 4,  # a sentence may have as many tokens as the batches of 4 GPUs
     "multi30k-annealed": 4,
     "wmt14-en-de": 4,

@@ -12,7 +12,7 @@ from lrpe_fairseq.experiments.runner import branches
 from tests.trial import checkpoint, saved_config, trial
 
 LONG, SHORT, PART = 9760, 4880, 3904
-"""Updates of the two columns of the table medium, and of what they share."""
+"""Updates of two scales of the table medium, and of what they share."""
 
 
 def medium(folder, updates, **changes):

@@ -102,7 +102,8 @@ def test_the_contrasts_of_this_repository_name_rows_that_exist_and_are_at_most_t
         assert table.row(one.a).has(column)
         assert table.row(one.b).has(column)
         count.setdefault((one.table, one.scale), set()).add((one.column, one.a, one.b))
-    assert count.keys() == {("contrast", "long"), ("medium", "medium")}
+    scales = {("contrast", "long"), ("medium", "medium"), ("medium", "medium-5m")}
+    assert count.keys() == scales
     assert all(len(pairs) <= round(0.05 / orders.PRIMARY) for pairs in count.values())
 
 

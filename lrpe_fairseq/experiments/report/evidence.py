@@ -97,11 +97,18 @@ PLACES = (
         pairs=(SOFTMAX, LAYERNORM),
     ),
     Place(
+        name="medium: books, 5 M tokens",
+        table="medium",
+        scale="medium-5m",
+        columns=("test", "paired-2048", "paired-8192"),
+        pairs=(SOFTMAX, LAYERNORM, FLOORED),
+    ),
+    Place(
         name="medium: books, 20 M tokens",
         table="medium",
         scale="medium",
         columns=("test", "paired-2048", "paired-8192"),
-        pairs=(SOFTMAX, LAYERNORM),
+        pairs=(SOFTMAX, LAYERNORM, FLOORED),
     ),
     Place(
         name="books: 6 x 512, 49 M tokens",
@@ -292,7 +299,8 @@ LADDERS = {
     "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions": (
         Budget("extrapolation", "small", "{attention}-blocks-128", "3 x 128"),
         Budget("contrast", "long", "{attention}-blocks-128", "3 x 128"),
-        Budget("medium", "medium", "{attention}-test-10m", "4 x 192"),
+        Budget("medium", "medium-5m", "{attention}-test", "4 x 192"),
+        Budget("medium", "medium-10m", "{attention}-test", "4 x 192"),
         Budget("medium", "medium", "{attention}-test", "4 x 192"),
         Budget("books", "books", "{attention}-test", "6 x 512"),
     ),
