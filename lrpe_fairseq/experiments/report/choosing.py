@@ -127,7 +127,6 @@ def _values(results: Results) -> dict[str, Callable]:
         "not_trained": partial(evidence.not_trained, results),
         "of_ngrams": evidence.of_ngrams,
         "unbeaten": evidence.unbeaten,
-        "best_of": evidence.best_of,
         "agreement_of": documents.agreement,
         "most_gained": partial(evidence.most_gained, results),
         "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),

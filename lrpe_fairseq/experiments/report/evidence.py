@@ -246,14 +246,6 @@ def method_of(view: ColumnView, row: str) -> str:
     return view.names[row].partition(", ")[0]
 
 
-def best_of(view: ColumnView) -> str:
-    """Return the unbeaten rows of a column as a sentence, or its span for one seed."""
-    rows = view.ranked()
-    if view.is_open:
-        return f"One seed: {view.named(rows[0])} to {view.named(rows[-1])}, no verdicts."
-    return f"Unbeaten: {unbeaten(view)}."
-
-
 def most_gained(results: Results) -> str:
     """Return the most that distances beyond training are worth at 2,048 tokens, in nats."""
     views = [results.column("extrapolation", f"{kind}-beyond") for kind in ("linear", "softmax")]
