@@ -22,7 +22,7 @@ def measure(device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
     """Return rows of {length, tokens, contestant, seconds, spread, tokens_per_second, speed_up}.
 
     ``speed_up``: speed of our linear attention over the row's contestant, in the same rounds.
-    Ours is the kernel if available (C++ on a CPU, Triton on a GPU), else the PyTorch form.
+    Ours is the kernel if available (C++ on a CPU, Triton on a GPU), else the PyTorch definition.
     """
     forms = causal_forms(device)
     best, rows = ("kernel" if "kernel" in forms else "chunked"), []

@@ -25,7 +25,7 @@ FIXED_QUERY = "grape-ap-fixed-query"
 
 
 class GrapeAP(ScoreEncoding):
-    """score_st + sum_(t<l<=s) a_h log sigmoid(p_s . R_(l-s) p_l / d), causal only.
+    """score_st + sum_(t<l<=s) a_h log sigmoid(p_s^T R_(l-s) p_l / d), causal only.
 
     p = RMS(W_p x) are d = 8 further features of a head, of the input x of the layer. R_l turns each
     of their pairs by l radians, and a_h are ALiBi's slopes (Zhang et al., 2026, Section 5;

@@ -80,6 +80,7 @@ def choosing(results: Results) -> str:
         statements=statements(results),
         config=config,
         lrpe_against_rope=evidence.lrpe_against_rope(results),
+        larger=evidence.at_larger_scales(results),
         ladders=evidence.ladder(results),
         agreement=evidence.agreement(results),
     )
@@ -124,10 +125,8 @@ def _values(results: Results) -> dict[str, Callable]:
         "expect": expect,
         "column": results.column,
         "has": partial(has, results),
-        "not_trained": partial(evidence.not_trained, results),
         "of_ngrams": evidence.of_ngrams,
         "unbeaten": evidence.unbeaten,
-        "agreement_of": documents.agreement,
         "most_gained": partial(evidence.most_gained, results),
         "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),
         "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),

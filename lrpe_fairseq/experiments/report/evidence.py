@@ -177,41 +177,55 @@ def learned(view: ColumnView, rows: Sequence[str]) -> str:
     return f"{word}, {best:.1f} against {ngrams:.1f}"
 
 
-LARGER = {
-    "language model": {
-        "contrast": ("long", "16,200 updates on WikiText-2 without absolute positions"),
-        "medium": ("medium", "4 x 192 on 20 M tokens of books"),
-        "books": ("books", "6 x 512 on 49 M tokens of books"),
-    },
-    "translation": {"table4": ("paper", "6+6 x 512 on WMT'14")},
-}
-"""Task -> larger scales of its tables: table -> scale and what it trains."""
+LARGER = (
+    ("16,200 updates on WikiText-2", "contrast", "long", "{attention}-blocks-128"),
+    ("4 x 192, 5 M tokens of books", "medium", "medium-5m", "{attention}-test"),
+    ("4 x 192, 10 M tokens", "medium", "medium-10m", "{attention}-test"),
+    ("4 x 192, 20 M tokens", "medium", "medium", "{attention}-test"),
+    ("6 x 512, 49 M tokens", "books", "books", "{attention}-test"),
+)
+"""Longer trainings and larger language models, without absolute positions: heading, table, scale
+and column."""
+RECOMMENDED = (
+    ("linear", "fox", "rope"),
+    ("linear", "gated:lrpe-type2, layernorm", "fox, layernorm"),
+    ("linear", "permuteformer", "rope"),
+    ("linear", "lrpe-type2, layernorm", "rope, layernorm"),
+    ("softmax", "stick-breaking", "rope"),
+    ("softmax", "fox", "rope"),
+    ("softmax", "lrpe-type2", "rope"),
+)
+"""Attention and two methods: the comparisons behind the advice of README and docs/choosing.md."""
 
 
-def not_trained(
-    results: Results, attention: str, compared: Sequence[str], task: str = "language model"
-) -> str:
-    """Say at which larger scales methods were not compared; empty if they were at all of them.
+def at_larger_scales(results: Results) -> str:
+    """Return the comparisons behind the advice at every larger scale that trained one of them.
 
-    compared: names of methods, as in tables.
+    The bias at which gates start may differ from that of the advice.
     """
-    lacking = [
-        words
-        for table, (scale, words) in LARGER[task].items()
-        if not set(compared) <= _trained(results, table, scale, attention)
+    columns = {
+        heading: [_compared(results, place, *pair) for pair in RECOMMENDED]
+        for heading, *place in LARGER
+    }
+    trained = {heading: cells for heading, cells in columns.items() if any(cells)}
+    rows = [
+        [kind, f"`{one}`", f"`{other}`", *cells]
+        for (kind, one, other), *cells in zip(RECOMMENDED, *trained.values(), strict=True)
+        if any(cells)
     ]
-    return f"Not compared at a larger scale: {'; '.join(lacking)}." if lacking else ""
+    return markdown.table(["attention", "method", "against", *trained], rows)
 
 
-def _trained(results: Results, table: str, scale: str, attention: str) -> set[str]:
-    """Return the methods of a table that have values at a scale with an attention type."""
-    views = [
-        view
-        for column in results.tables[table].columns
-        if column.attention == attention
-        and (view := column_of(results, table, scale, column.key)) is not None
-    ]
-    return {view.names[row] for view in views for row in view.ranked()}
+def _compared(
+    results: Results, place: Sequence[str], attention: str, one: str, other: str
+) -> str:
+    """Return how ``one`` differs from ``other`` in a column; empty if it was not trained there."""
+    table, scale, key = place
+    view = column_of(results, table, scale, key.format(attention=attention))
+    if view is None:
+        return ""
+    rows = {view.names[row].partition(", fox-bias")[0]: row for row in view.ranked()}
+    return view.versus(rows[one], rows[other]) if {one, other} <= rows.keys() else ""
 
 
 # --- sentences -----------------------------------------------------------------------------------
@@ -336,7 +350,7 @@ def _ladder_table(climbs: Sequence[Climb]) -> str:
     turns = [may_turn(climb.rungs) for climb in climbs]
     # A column of one word would repeat it in every line.
     if len(set(turns)) == 1:
-        said = f"May turn within ten times the tokens: {turns[0]}, in every row."
+        said = f"May turn within ten times the tokens, every row: {turns[0]}."
         return f"{markdown.table(head, lines)}\n\n{said}"
     lines = [[*line, turn] for line, turn in zip(lines, turns, strict=True)]
     return markdown.table([*head, "may turn within ten times"], lines)
@@ -393,13 +407,13 @@ def _rope_of(name: str) -> str:
 def may_turn(rungs: Sequence[Rung]) -> str:
     """Return "yes" unless the sign of a difference is sure to stay for ten times the tokens.
 
-    The line through the first and the last rung, over the logarithm of the tokens, is prolonged by
-    a decade. The sign stays if both the last difference and the prolonged one have intervals that
-    lie on one side of zero. A rung of one seed has no interval.
+    The line through the first and the last rung, over the logarithm of the tokens, is extended by
+    a decade. The sign stays if both the last difference and the extended one have intervals that
+    lie on one side of zero. A rung of one seed has no interval, and the answer is "unknown".
     """
     first, last = rungs[0], rungs[-1]
     if not math.isfinite(first.half + last.half):
-        return "yes (one seed)"
+        return "unknown, one seed at an end"
     # Differences change with the logarithm of the tokens, more than with the tokens.
     decades = math.log10(last.tokens / first.tokens)
     gap = last.gap + (last.gap - first.gap) / decades
