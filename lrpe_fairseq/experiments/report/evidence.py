@@ -216,9 +216,7 @@ def at_larger_scales(results: Results) -> str:
     return markdown.table(["attention", "method", "against", *trained], rows)
 
 
-def _compared(
-    results: Results, place: Sequence[str], attention: str, one: str, other: str
-) -> str:
+def _compared(results: Results, place: Sequence[str], attention: str, one: str, other: str) -> str:
     """Return how ``one`` differs from ``other`` in a column; empty if it was not trained there."""
     table, scale, key = place
     view = column_of(results, table, scale, key.format(attention=attention))
