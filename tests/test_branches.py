@@ -76,6 +76,31 @@ def test_a_training_on_other_data_is_no_trunk(tmp_path, monkeypatch):
     assert medium(tmp_path, LONG).from_trunk(lambda text: None) == 0
 
 
+@pytest.mark.parametrize("fault", ["truncated", "without usage", "without a log"])
+def test_a_damaged_trunk_is_passed_over_for_a_sound_one(tmp_path, fault):
+    left_by(medium(tmp_path, SHORT), PART)
+    other = left_by(medium(tmp_path, LONG + 1), 4880)
+    if fault == "truncated":
+        path = other.checkpoints / "checkpoint_1_4880.pt"
+        path.write_bytes(path.read_bytes()[:500])
+    else:
+        {"without usage": other.folder / USAGE, "without a log": other.log}[fault].unlink()
+    said = []
+    assert medium(tmp_path, LONG).from_trunk(said.append) == PART
+    assert "not going on from" in said[0]
+    assert "until update 3904 it is this training" in said[1]
+
+
+def test_a_checkpoint_that_is_worse_than_an_earlier_one_is_no_trunk(tmp_path):
+    short = left_by(medium(tmp_path, SHORT), 976)
+    for seen, loss in ((976, 5.0), (PART, 6.0)):
+        extra = {"extra_state": {"val_loss": loss, "best": 5.0}}
+        checkpoint(
+            short.checkpoints / f"checkpoint_1_{seen}.pt", seen, cfg=saved_config(short), **extra
+        )
+    assert medium(tmp_path, LONG).from_trunk(lambda text: None) == 976
+
+
 def test_a_finished_run_keeps_only_what_others_may_go_on_from(tmp_path):
     run = left_by(medium(tmp_path, LONG), 976, PART, 4880, 2 * PART)
     run._remove_periodic()

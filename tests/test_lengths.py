@@ -345,6 +345,15 @@ def test_layers_with_a_window_reach_as_far_as_their_windows_together(corpus, att
     assert (one_lost - whole).abs().max() > 1e-7
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_windows_are_whole_where_angles_depend_on_the_length_of_the_text(corpus, scaling):
+    options = f"--position-encoding rope --context-scaling {scaling} --context-length {T}"
+    more = {"dynamic": "--context-factor 4", "longrope": "--longrope-factors 2,2,2,2,3,3,3,3"}
+    command = f"{ONE_LAYER} --attention-type softmax {options} {more[scaling]}"
+    model = build(corpus, command)[0].eval()
+    assert scoring.reach_of(model, T) == sys.maxsize
+
+
 @pytest.mark.parametrize("name", ["fire", "cape-fire", "spe"])
 def test_windows_are_whole_where_a_score_depends_on_more_than_the_lag(corpus, name):
     assert scoring.reach_of(model_of(corpus, "softmax", name), T) == sys.maxsize

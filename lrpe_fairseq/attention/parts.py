@@ -44,7 +44,8 @@ def parse_parts(text: str) -> frozenset[str]:
 class HeadNorm(nn.Module):
     """x / sqrt(mean x^2 + eps) over the D features of each head, times a weight (H D,), 1 at first.
 
-    Computed in float32 or wider. heads: the number of heads, if they are not those of the queries.
+    Computed in float32 or wider. heads: the number of heads, if they are not those of the queries;
+    1 for one weight (D,) of all heads.
     """
 
     def __init__(self, spec: EncodingSpec, eps: float, heads: int | None = None) -> None:

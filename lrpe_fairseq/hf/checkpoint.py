@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings import options_of_encodings, options_read_by
 from lrpe_fairseq.encodings.layers import encoding_options, sizes_of_heads
-from lrpe_fairseq.hf.config import LRPEConfig
+from lrpe_fairseq.hf.config import OF_TRAINING, LRPEConfig
 from lrpe_fairseq.patterns import at_layer
 from lrpe_fairseq.safe_loading import load_sound, require_finite
 
@@ -218,6 +218,6 @@ def attention_of(options: Namespace, layer: int) -> dict[str, Any]:
         "position_grid": own.position_grid,
     }
     found |= {name: value for name, value in grid.items() if value not in (0, "flat")}
-    read = options_read_by(found["position_encoding"])
+    read = options_read_by(found["position_encoding"]) - OF_TRAINING
     usual = {name: field.default for name, field in options_of_encodings().items()}
     return {**found, **{n: v for n, v in own.values.items() if n in read and v != usual[n]}}

@@ -1,5 +1,6 @@
 """The configuration of an exported model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -112,6 +113,19 @@ class LRPEConfig(PretrainedConfig):
         super().__init__(**{name: getattr(self, name) for name in special}, **given)
 
 
+OF_TRAINING = frozenset({"angle_lr_scale"})
+"""Options of encodings that change no function, only how fairseq's optimizers train it."""
+
+
+def refuse_of_training(options: Mapping[str, Any]) -> None:
+    """Raise ChoiceError for options of fairseq's trainings, whose parameters have other names."""
+    if options.get("angle_lr_scale", 1) != 1:
+        raise ChoiceError(
+            "angle_lr_scale is for fairseq's optimizers: leave it out, and give the angles a group "
+            "of parameters with a learning rate of its own"
+        )
+
+
 def _check(config: LRPEConfig) -> None:
     choices = ("hidden_act", ACTIVATIONS), ("absolute_positions", POSITIONS)
     for name, known in choices:
@@ -124,6 +138,8 @@ def _check(config: LRPEConfig) -> None:
             f"attention has the options of {len(config.attention)} layers, but "
             f"num_hidden_layers is {config.num_hidden_layers}: give one entry for every layer"
         )
+    for own in config.attention:
+        refuse_of_training(own)
 
 
 def attention_arguments(config: LRPEConfig, layer: int) -> dict[str, Any]:

@@ -18,11 +18,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
+from lrpe_fairseq.attention.parts import HeadNorm
 from lrpe_fairseq.encodings import SPE
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.rotations.cores import after_loading
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.hf.cache import state_layer
 from lrpe_fairseq.hf.calls import Call, attended, is_one_sided, padding_of
+from lrpe_fairseq.hf.config import refuse_of_training
 from lrpe_fairseq.hf.families import (
     FAMILIES,
     OF_PRETRAINED,
@@ -177,6 +180,7 @@ def build(config: PretrainedConfig, options: Options) -> MultiheadAttention:
     Raises: ChoiceError for options that do not fit the model, and for ``tape``, whose states need
         the layers of ``lrpe_fairseq.models``.
     """
+    refuse_of_training(options)
     given = {name: value for name, value in options.items() if name not in OF_PRETRAINED}
     dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", 0.0)
     attention = MultiheadAttention(
@@ -190,7 +194,9 @@ def build(config: PretrainedConfig, options: Options) -> MultiheadAttention:
     if "angles" in options:
         attention.encoding.use_angles(options["angles"], options["score_factor"])
     if "norm_eps" in options and attention.q_norm is not None:
-        attention.q_norm.eps = attention.k_norm.eps = options["norm_eps"]
+        attention.q_norm, attention.k_norm = (
+            HeadNorm(attention.encoding.spec, options["norm_eps"], heads=1) for _ in range(2)
+        )
     return attention
 
 
@@ -234,10 +240,11 @@ def copy_weights(attention: MultiheadAttention, old: nn.Module, config: Pretrain
             if theirs is not None and mine is not None:
                 turned = name in ("q_proj", "k_proj")
                 mine.copy_(reordered(theirs, order) if turned else theirs)
+                mine.requires_grad_(theirs.requires_grad)
     if hasattr(old, "q_norm") and attention.q_norm is not None:
-        heads, kv_heads, _ = sizes(config)
-        attention.q_norm.weight.copy_(old.q_norm.weight[order].repeat(heads))
-        attention.k_norm.weight.copy_(old.k_norm.weight[order].repeat(kv_heads))
+        for mine, theirs in ((attention.q_norm, old.q_norm), (attention.k_norm, old.k_norm)):
+            mine.weight.copy_(theirs.weight[order])
+            mine.weight.requires_grad_(theirs.weight.requires_grad)
 
 
 # --- models ------------------------------------------------------------------------------------
@@ -253,9 +260,10 @@ class ConvertedModel(PreTrainedModel):
         replace(self, {int(layer): own for layer, own in config.lrpe.items()}, copy=False)
 
     def tie_weights(self, *given: Any, **keywords: Any) -> None:
-        """Tie what transformers ties, and encodings that share parameters."""
+        """Tie what transformers ties, and encodings that share parameters; see ``hf.model``."""
         super().tie_weights(*given, **keywords)
         share_across_layers(self.base_model)
+        after_loading(self.base_model)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, is_main_process: bool = True, **keywords: Any

@@ -90,9 +90,8 @@ def put_back(stock: nn.Module, attention: MultiheadAttention, config: Pretrained
             q, k = reordered(q, back), reordered(k, back)
         _fill(stock, kind, (q, k, v, out), config)
     if hasattr(stock, "q_norm"):
-        width = sizes(config)[2]
-        stock.q_norm.weight.copy_(attention.q_norm.weight[:width][back])
-        stock.k_norm.weight.copy_(attention.k_norm.weight[:width][back])
+        stock.q_norm.weight.copy_(attention.q_norm.weight[back])
+        stock.k_norm.weight.copy_(attention.k_norm.weight[back])
 
 
 def _fill(

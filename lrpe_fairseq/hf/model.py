@@ -28,6 +28,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings import SPE
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
+from lrpe_fairseq.encodings.rotations.cores import after_loading
 from lrpe_fairseq.hf.cache import (
     CACHE_NAME,
     StateLayer,
@@ -238,9 +239,13 @@ class LRPEPreTrainedModel(PreTrainedModel):
             Path(save_directory, f"{CODE}.py").write_text(code, encoding="utf-8")
 
     def tie_weights(self, *given: Any, **keywords: Any) -> None:
-        """Tie output weights to the embeddings, and encodings that share parameters."""
+        """Tie output weights to the embeddings, and encodings that share parameters.
+
+        transformers calls it after loading, which assigns buffers without ``load_state_dict``.
+        """
         super().tie_weights(*given, **keywords)
         share_across_layers(self)
+        after_loading(self)
 
 
 class LRPEModel(LRPEPreTrainedModel):

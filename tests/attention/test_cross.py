@@ -224,6 +224,20 @@ def test_decoding_at_explicit_nodes_equals_parallel(name, attention_type):
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
+@pytest.mark.parametrize("grid", ["sum", "axial"])
+@pytest.mark.parametrize("name", ["ape", "ape:sequence+cycle7", "lrpe-type2"])
+@pytest.mark.parametrize("attention_type", TYPES)
+def test_decoding_on_a_grid_equals_parallel(name, attention_type, grid):
+    module = build(name, attention_type, options={"position_grid": grid, "grid_width": 3})
+    x, memory = normal(2, 6, WIDTH), normal(2, 7, SOURCE, seed=1)
+    whole, _, _ = module.attend(x, memory)
+    state, parts = None, []
+    for s in range(6):
+        part, _, state = module.attend(x[:, s : s + 1], memory, None, state, True)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("attention_type", TYPES)
 def test_half_precision_is_finite_and_near_double(attention_type, dtype):

@@ -32,19 +32,27 @@ def test_a_model_that_is_folded_back_is_saved_to_the_files_of_the_original(name,
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gpt2"])
 def test_what_was_trained_after_the_conversion_is_folded_back(name, tmp_path):
-    model = hf.convert(build(name), layers=[0, 2])
-    with torch.no_grad():
-        for layer in (0, 2):
-            for parameter in model.base_model.get_submodule(
-                {"gpt2": f"h.{layer}"}.get(name, f"layers.{layer}")
-            ).parameters():
-                parameter.mul_(1.5)
+    model = hf.convert(build(name), layers=[0, 2]).train()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+    model.eval()
     before = model(tokens()).logits
     stock = hf.fold_back(model)
     torch.testing.assert_close(stock(tokens()).logits, before, rtol=1e-4, atol=5e-6)
     stock.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert difference(stock, loaded, tokens()) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_frozen_weights_stay_frozen(name):
+    model = build(name).requires_grad_(False)
+    before = sum(p.requires_grad for p in model.parameters())
+    model = hf.convert(model)
+    assert before == sum(p.requires_grad for p in model.parameters()) == 0
 
 
 def test_a_model_is_converted_and_folded_back_again_and_again():

@@ -4,15 +4,19 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
+import copy
 from argparse import Namespace
 
 import torch
 from fairseq import tasks
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
+from benchmarks.families import build
 from lrpe_fairseq import hf
 from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.parts import PARTS
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.models.language_model import LRPELanguageModel
 from tests.end_to_end.commands import save
 from tests.hf.models import (
@@ -71,6 +75,17 @@ OPTIONS = {
         "context_factor": 4.0,
         "context_length": 8,
     },
+    **{
+        f"{kind} of learned angles": {
+            **SOFTMAX,
+            "position_encoding": "lrpe-type2",
+            "rotation_spectrum": kind,
+            "rotation_fraction": 0.5,
+            **more,
+        }
+        for kind, more in {"turns": {"context_length": 32}, "proportional": {}}.items()
+    },
+    "rate of angles": {**LINEAR, "angle_lr_scale": 4.0},
     "grid": {**SOFTMAX, "position_grid": "axial", "grid_width": 4},
     "checkpointed": {**LINEAR, "checkpoint_activations": True},
     "layerdrop": {**LINEAR, "decoder_layerdrop": 0.2},
@@ -91,6 +106,35 @@ def test_an_option_of_the_language_model_is_exported(options):
     real = tokens != 1
     expected = made.fairseq(tokens)[0][real]
     torch.testing.assert_close(aligned(made.model)(tokens).logits[real], expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rope", "lrpe-type1", "lrpe-type2"])
+@pytest.mark.parametrize(
+    "options",
+    [{"angle_floor": "turn"}, {"angle_floor": "clip"}, {"rotation_spectrum": "turns"}],
+    ids=lambda options: "-".join(map(str, options.items())),
+)
+def test_a_model_trained_further_at_another_length_keeps_its_angles(name, options, tmp_path):
+    given = {**SOFTMAX, "position_encoding": name, "rotation_fraction": 0.5, **options}
+    given |= {} if "rotation_spectrum" in options else {"rotation_fraction": 1.0}
+    first, _, _ = language_model(**given, context_length=16)
+    built, config, _ = language_model(**given, context_length=64)
+    later = copy.deepcopy(built)
+    later.load_state_dict(first.state_dict())
+    hf.export(save(later, config, tmp_path / "checkpoint.pt"), tmp_path / "out", tokenizer="none")
+    tokens = random_words(2, 12)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = first(tokens)[0]
+    torch.testing.assert_close(aligned(model)(tokens).logits, expected, rtol=0, atol=0)
+
+
+def test_an_option_of_training_is_refused_in_a_configuration_and_a_conversion():
+    own = {"attention_type": "linear", "position_encoding": "lrpe-type2", "angle_lr_scale": 4.0}
+    with pytest.raises(ChoiceError, match="angle_lr_scale is for fairseq's optimizers: leave it"):
+        hf.LRPEConfig(num_hidden_layers=1, attention=[own])
+    with pytest.raises(ChoiceError, match="angle_lr_scale is for fairseq's optimizers: leave it"):
+        hf.convert(build("llama"), **own)
 
 
 @torch.no_grad()

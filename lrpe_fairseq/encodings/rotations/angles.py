@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import undecayed
-from lrpe_fairseq.encodings.core.positions import exact_type
+from lrpe_fairseq.encodings.core.positions import constant, exact_type
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
 from lrpe_fairseq.errors import ChoiceError
 
@@ -124,7 +124,7 @@ class Logarithmic(nn.Module):
     """
 
     floor: AngleFloor | None
-    still: Tensor
+    zeros_at_start: tuple[bool, ...]
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Register rho, a float32 parameter; angles fixed at 0 have a rho that is not read."""
@@ -199,7 +199,7 @@ def _from_plain(module: Logarithmic, state: dict, prefix: str, *rest: object) ->
     theta = state.get(f"{prefix}theta")
     if theta is None:
         return
-    still = module.still.to(theta.device)
+    still = constant(module.zeros_at_start, torch.bool, theta.device)
     if module.floor is not None and module.floor.kind == "turn":
         still = still | ~state.get(f"{prefix}floor.turning", ~still)
     if not (still | (theta > 0)).all():

@@ -88,7 +88,8 @@ class Rotation(nn.Module):
         if not self.reads_length:
             self._refuse_lengths()
         theta = self.frequencies(spec) if theta is None else theta
-        self.register_buffer("still", theta == 0, persistent=False)
+        # Not a buffer: transformers replaces buffers that are not saved by uninitialized memory.
+        self.zeros_at_start = tuple((theta == 0).tolist())
         self.floor: AngleFloor | None = floor_of(spec, theta) if floored else None
         self.register_frequencies(theta)
         scaled(theta, self.options)  # raises for another number of factors
@@ -149,20 +150,36 @@ class Rotation(nn.Module):
         theta = theta if self.floor is None else self.floor.still(theta)
         if self.options.rotation_spectrum == "partial":
             return theta
-        return theta.masked_fill(self.still, 0.0)
+        still = constant(self.zeros_at_start, torch.bool, theta.device)
+        return theta.masked_fill(still, 0.0)
 
     def register_frequencies(self, theta: Tensor) -> None:
         """Store fixed frequencies; casting or broadcasting a buffer would change them."""
-        self.theta = theta
+        self.theta_without_floor = theta
+        self.theta = theta if self.floor is None else self.floor(theta)
         self.cache = PositionCache()
         if self.options.rotation_spectrum == "turns":
             length = torch.tensor(self.options.context_length, device="cpu")
             self.register_buffer("spectrum_length", length)
-            self.register_load_state_dict_post_hook(_apply_loaded_length)
+        self.register_load_state_dict_post_hook(_after_loading)
+
+    def after_loading(self) -> None:
+        """Compute fixed angles from the length and the floor that were loaded.
+
+        ``load_state_dict`` calls it; whoever assigns buffers in another way must call it.
+        """
+        if self.cache is None:  # learned angles are among the weights
+            return
+        if self.options.rotation_spectrum == "turns":
+            self.theta_without_floor = spectrum(
+                self.theta_without_floor,
+                kind=self.options.rotation_spectrum,
+                fraction=self.options.rotation_fraction,
+                length=int(self.spectrum_length),
+            )
+        self.theta = self.theta_without_floor
         if self.floor is not None:
-            self.theta_without_floor = theta
-            self.theta = self.floor(theta)
-            self.register_load_state_dict_post_hook(_apply_loaded_floor)
+            self.theta = self.floor(self.theta)
 
     def powers(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return exp(i s theta) for every position: (T, E) or (B, 1, T, E), complex.
@@ -309,20 +326,15 @@ class SlowUnitary(Slow, LearnedUnitary):
     """:class:`LearnedUnitary` with ``--angle-lr-scale``."""
 
 
-def _apply_loaded_length(core: Rotation, keys: object) -> None:
-    """Compute fixed angles of the spectrum "turns" from the length in a checkpoint."""
-    core.theta = spectrum(
-        core.theta,
-        kind=core.options.rotation_spectrum,
-        fraction=core.options.rotation_fraction,
-        length=int(core.spectrum_length),
-    )
-    core.theta_without_floor = core.theta
+def _after_loading(core: Rotation, keys: object) -> None:
+    core.after_loading()
 
 
-def _apply_loaded_floor(core: Rotation, keys: object) -> None:
-    """Apply the floor that was loaded from a checkpoint to fixed angles."""
-    core.theta = core.floor(core.theta_without_floor)
+def after_loading(model: nn.Module) -> None:
+    """Call :meth:`Rotation.after_loading` of all rotations of a model."""
+    for module in model.modules():
+        if isinstance(module, Rotation):
+            module.after_loading()
 
 
 class Permutation(nn.Module):

@@ -98,6 +98,15 @@ class GridEncoding(QueryKeyEncoding):
         q_parts, k_parts = zip(*(part(*features) for part, *features in each), strict=True)
         return _joined(q_parts), _joined(k_parts)
 
+    def in_parts(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode the features of every part in its own parts, as :meth:`encode_both` does."""
+        axes = self._axes_of_both(q_positions, k_positions)
+        each = zip(self.parts, self._split(q), self._split(k), *axes, strict=True)
+        q_parts, k_parts = zip(*(part.in_parts(*features) for part, *features in each), strict=True)
+        return _joined(q_parts), _joined(k_parts)
+
     def encode_both(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
     ) -> tuple[Tensor, Tensor]:

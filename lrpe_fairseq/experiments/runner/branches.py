@@ -63,6 +63,16 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
             shutil.copyfileobj(content, file, 1 << 20)
 
 
+def is_best(state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint was the best one of its training when it was written.
+
+    Only then may a copy of it be called the best: fairseq would never write over it with a later
+    one that is worse than an earlier, which was not copied.
+    """
+    extra = state.get("extra_state") or {}
+    return extra.get("best") is None or extra.get("val_loss") == extra["best"]
+
+
 def candidates(folder: Path) -> dict[Path, int]:
     """Return the periodic checkpoints of the other runs beside ``folder``, most updates first."""
     updates_of = {

@@ -294,12 +294,13 @@ def reach_of(model: nn.Module, window: int) -> int:
 
     Every layer adds ``window`` - 1, or less with a smaller window of its own; a shift of keys and
     values adds one, and a filter of the tokens after a key its reach - 1. Where a score depends on
-    more than the lag, as with absolute positions or FIRE's beyond its threshold, all tokens before
-    count.
+    more than the lag, as with absolute positions, FIRE's beyond its threshold or angles of the
+    length of the text, all tokens before count.
     """
     modules = _attentions(model)
     promised = [module.encoding.properties for module in modules]
     relative = all(p.relative == "exact" and p.relative_up_to is None for p in promised)
+    relative = relative and not any(module.encoding.whole_texts for module in modules)
     # Dropping tokens would shift their positions.
     if not relative or model.decoder.embed_positions is not None:
         return sys.maxsize

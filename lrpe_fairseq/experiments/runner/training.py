@@ -12,6 +12,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -320,7 +321,12 @@ class TrainingRun(ABC):
 
     def progress(self) -> tuple[int, int]:
         """Return (updates done, updates of the whole run)."""
-        return fairseq_log.last_update(self.log), self.max_update()
+        return fairseq_log.last_update(self.log), self._updates
+
+    @cached_property
+    def _updates(self) -> int:
+        """:meth:`max_update`, which merges a whole configuration; lines of progress ask often."""
+        return self.max_update()
 
     def outcome(self) -> str:
         """Return the first metric of the run file as text."""
@@ -457,15 +463,26 @@ class TrainingRun(ABC):
         if self.settings().lr_scheduler._name != branches.SCHEDULE:
             return 0
         for path, updates in branches.candidates(self.folder).items():
-            config = checkpoints.options(checkpoints.load_sound(path))
-            shared = branches.common_updates(config, self.max_update())
-            same = self.differences(config) <= branches.LENGTH
-            other_data = self.other_data(provenance.usage(path.parent.parent))
-            if updates <= shared and same and not other_data:
-                branches.copy_trunk(path, self.folder, updates)
-                say(f"going on from {relative(path)}: until update {updates} it is this training")
-                return updates
+            try:
+                if self._shares(path, updates):
+                    branches.copy_trunk(path, self.folder, updates)
+                    place = relative(path)
+                    say(f"going on from {place}: until update {updates} it is this training")
+                    return updates
+            except (ValueError, OSError) as error:  # damaged, or removed meanwhile
+                say(f"not going on from {relative(path)}: {error}")
         return 0
+
+    def _shares(self, path: Path, updates: int) -> bool:
+        """Return whether a checkpoint of another run is of this training, and its best so far."""
+        state = checkpoints.load_sound(path)
+        config = checkpoints.options(state)
+        return (
+            updates <= branches.common_updates(config, self.max_update())
+            and self.differences(config) <= branches.LENGTH
+            and branches.is_best(state)
+            and not self.other_data(provenance.usage(path.parent.parent))
+        )
 
     def lost(self) -> Run:
         """Return what :meth:`measure` returns, for a training that diverged."""
