@@ -36,7 +36,6 @@ from lrpe_fairseq.hf.families import (
     layers_of,
     projections,
     reordered,
-    sizes,
 )
 from lrpe_fairseq.hf.generation import refuse_generation
 from lrpe_fairseq.hf.once import hold_once
