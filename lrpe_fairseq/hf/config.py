@@ -66,8 +66,8 @@ class LRPEConfig(PretrainedConfig):
         scale_attn, scale_fc, scale_heads, scale_resids: parts of NormFormer.
         dropout, attention_dropout, activation_dropout: probabilities, in training only.
         tie_word_embeddings: True if the output layer has the weights of the embeddings.
-    Raises: ChoiceError for an unknown choice or the options of another number of layers. Options
-        of attention are checked when the model is built.
+    Raises: ChoiceError for an unknown choice, the options of another number of layers, or
+        ``angle_lr_scale``. Other options of attention are checked when the model is built.
     """
 
     model_type = "lrpe"

@@ -92,6 +92,7 @@ class Rotation(nn.Module):
         self.zeros_at_start = tuple((theta == 0).tolist())
         self.floor: AngleFloor | None = floor_of(spec, theta) if floored else None
         self.register_frequencies(theta)
+        self.register_load_state_dict_post_hook(_after_loading)
         scaled(theta, self.options)  # raises for another number of factors
 
     def _refuse_lengths(self) -> None:
@@ -161,7 +162,6 @@ class Rotation(nn.Module):
         if self.options.rotation_spectrum == "turns":
             length = torch.tensor(self.options.context_length, device="cpu")
             self.register_buffer("spectrum_length", length)
-        self.register_load_state_dict_post_hook(_after_loading)
 
     def after_loading(self) -> None:
         """Compute fixed angles from the length and the floor that were loaded.

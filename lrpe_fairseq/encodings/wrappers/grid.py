@@ -1,7 +1,8 @@
 """Positions on a grid of width W, numbered row by row, for any decomposable encoding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -93,28 +94,34 @@ class GridEncoding(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Encode q and k by rows and columns; see :meth:`QueryKeyEncoding.forward`."""
-        axes = self._axes_of_both(q_positions, k_positions)
-        each = zip(self.parts, self._split(q), self._split(k), *axes, strict=True)
-        q_parts, k_parts = zip(*(part(*features) for part, *features in each), strict=True)
-        return _joined(q_parts), _joined(k_parts)
+        return self._by_axis(self.parts, q, k, q_positions, k_positions)
 
     def in_parts(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode the features of every part in its own parts, as :meth:`encode_both` does."""
-        axes = self._axes_of_both(q_positions, k_positions)
-        each = zip(self.parts, self._split(q), self._split(k), *axes, strict=True)
-        q_parts, k_parts = zip(*(part.in_parts(*features) for part, *features in each), strict=True)
-        return _joined(q_parts), _joined(k_parts)
+        """Encode by the parts of the fold of each axis, in the basis of :meth:`encode_both`."""
+        each = [part.in_parts for part in self.parts]
+        return self._by_axis(each, q, k, q_positions, k_positions)
 
     def encode_both(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor, phi: bool
     ) -> tuple[Tensor, Tensor]:
         """Encode the features of every part, each with its kernel if it has one."""
+        each = [partial(part.encode_both, phi=phi) for part in self.parts]
+        return self._by_axis(each, q, k, q_positions, k_positions)
+
+    def _by_axis(
+        self,
+        encoders: Sequence[Callable[..., tuple[Tensor, Tensor]]],
+        q: Tensor,
+        k: Tensor,
+        q_positions: Tensor,
+        k_positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Encode the features of every part by its encoder, at the positions of its axis."""
         axes = self._axes_of_both(q_positions, k_positions)
-        each = zip(self.parts, self._split(q), self._split(k), *axes, strict=True)
-        encoded = [part.encode_both(*features, phi) for part, *features in each]
-        q_parts, k_parts = zip(*encoded, strict=True)
+        each = zip(encoders, self._split(q), self._split(k), *axes, strict=True)
+        q_parts, k_parts = zip(*(encode(*given) for encode, *given in each), strict=True)
         return _joined(q_parts), _joined(k_parts)
 
     def has_one_launch(self, q: Tensor, k: Tensor) -> bool:

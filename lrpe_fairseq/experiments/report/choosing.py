@@ -126,7 +126,6 @@ def _values(results: Results) -> dict[str, Callable]:
         "column": results.column,
         "has": partial(has, results),
         "of_ngrams": evidence.of_ngrams,
-        "unbeaten": evidence.unbeaten,
         "most_gained": partial(evidence.most_gained, results),
         "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),
         "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),

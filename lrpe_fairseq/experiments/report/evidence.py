@@ -187,22 +187,19 @@ LARGER = (
 """Longer trainings and larger language models, without absolute positions: heading, table, scale
 and column."""
 RECOMMENDED = (
-    ("linear", "fox", "rope"),
+    ("linear", "fox, fox-bias 3.0", "rope"),
     ("linear", "gated:lrpe-type2, layernorm", "fox, layernorm"),
     ("linear", "permuteformer", "rope"),
     ("linear", "lrpe-type2, layernorm", "rope, layernorm"),
     ("softmax", "stick-breaking", "rope"),
-    ("softmax", "fox", "rope"),
+    ("softmax", "fox, fox-bias 3.0", "rope"),
     ("softmax", "lrpe-type2", "rope"),
 )
 """Attention and two methods: the comparisons behind the advice of README and docs/choosing.md."""
 
 
 def at_larger_scales(results: Results) -> str:
-    """Return the comparisons behind the advice at every larger scale that trained one of them.
-
-    The bias at which gates start may differ from that of the advice.
-    """
+    """Return the comparisons behind the advice at every larger scale that trained one of them."""
     columns = {
         heading: [_compared(results, place, *pair) for pair in RECOMMENDED]
         for heading, *place in LARGER
@@ -222,8 +219,19 @@ def _compared(results: Results, place: Sequence[str], attention: str, one: str, 
     view = column_of(results, table, scale, key.format(attention=attention))
     if view is None:
         return ""
-    rows = {view.names[row].partition(", fox-bias")[0]: row for row in view.ranked()}
-    return view.versus(rows[one], rows[other]) if {one, other} <= rows.keys() else ""
+    rows = _row_of(view, one), _row_of(view, other)
+    return "" if None in rows else view.versus(*rows)
+
+
+def _row_of(view: ColumnView, method: str) -> str | None:
+    """Return the row of a method; without one, the only row with another ``fox-bias``, or None."""
+    names = {view.names[row]: row for row in view.ranked()}
+    alike = [row for name, row in names.items() if _without_bias(name) == _without_bias(method)]
+    return names.get(method) or (alike[0] if len(alike) == 1 else None)
+
+
+def _without_bias(name: str) -> str:
+    return name.partition(", fox-bias")[0]
 
 
 # --- sentences -----------------------------------------------------------------------------------
@@ -246,16 +254,6 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
         f"No language model among them is better than {order} of as many tokens: {both}. So their "
         "orders show how fast models learn n-grams."
     )
-
-
-def unbeaten(view: ColumnView) -> str:
-    """Return the rows that no row of a column is better than."""
-    return markdown.listed([f"`{method_of(view, row)}` {view.short(row)}" for row in view.unbeaten])
-
-
-def method_of(view: ColumnView, row: str) -> str:
-    """Return the encoding of a row, without its options."""
-    return view.names[row].partition(", ")[0]
 
 
 def most_gained(results: Results) -> str:

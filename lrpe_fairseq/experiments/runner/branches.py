@@ -64,10 +64,10 @@ def copy_trunk(source: Path, folder: Path, updates: int) -> None:
 
 
 def is_best(state: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint was the best one of its training when it was written.
+    """Return whether no earlier checkpoint of its training was better.
 
-    Only then may a copy of it be called the best: fairseq would never write over it with a later
-    one that is worse than an earlier, which was not copied.
+    The copy of a trunk is also ``checkpoint_best.pt``. If an earlier checkpoint was better, fairseq
+    knows its value and would keep the copy in its place.
     """
     extra = state.get("extra_state") or {}
     return extra.get("best") is None or extra.get("val_loss") == extra["best"]
