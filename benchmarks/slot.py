@@ -53,8 +53,8 @@ Measure = Callable[..., dict[str, Any]]
 FIRST = (
     *("none", training.STOCK, "rope", *(f"lrpe-type{n}" for n in range(1, 8))),
     *("alibi", "sandwich", "t5", "kerple-log", "fire", "fox", "gated:lrpe-type2"),
-    *("permuteformer", "shaw", "stick-breaking", "liere", "comrope-ap", "lrpe-type8"),
-    *("transformer-xl", "deberta", "ape"),
+    *("permuteformer", "shaw", "stick-breaking", "path", "gated:path:lrpe-type2"),
+    *("liere", "comrope-ap", "lrpe-type8", "transformer-xl", "deberta", "ape"),
 )
 """Methods in the order of measurement; the others of :func:`training.names` follow."""
 BUSY = (("softmax", "none"), ("linear", "none"), ("softmax", "lrpe-type2"),
@@ -236,7 +236,7 @@ def alike(before: dict[str, Any], stated: dict[str, Any]) -> bool:
 
 def rows(setting: Setting) -> list[Row]:
     """Return all rows."""
-    short, *_ = setting.step_lengths
+    short, long = setting.step_lengths
     others = [name for name in training.names() if name not in FIRST]
     model = partial(trained, setting, "lm")
     masked = partial(trained, setting, "roberta")
@@ -244,12 +244,13 @@ def rows(setting: Setting) -> list[Row]:
         Row("machine", {}, partial(machine, setting), 15),
         *step_rows("busy", partial(busy, setting), BUSY, short),
         *attention_rows(setting, setting.lengths[:2]),
-        *(row for name in FIRST[:10] for row in method_rows(setting, model, name)),
+        *method_rows(model, FIRST, short),
         *step_rows("roberta", masked, ROBERTA, short, 10),
+        *step_rows("steps", model, IN_MEMORY, setting.memory_length),
         flat_row(setting),
         *attention_rows(setting, setting.lengths[2:]),
-        *step_rows("steps", model, IN_MEMORY, setting.memory_length),
-        *(row for name in (*FIRST[10:], *others) for row in method_rows(setting, model, name)),
+        *method_rows(model, others, short),
+        *method_rows(model, (*FIRST, *others), long),
         *flex_rows(setting),
         *(tile_row(setting, candidate) for candidate in tiles.candidates()),
     ]
@@ -292,13 +293,12 @@ def flat_row(setting: Setting) -> Row:
     return Row("attention", key, partial(flatness, setting))
 
 
-def method_rows(setting: Setting, measure: Measure, name: str) -> list[Row]:
-    """Return the training steps of a method at two lengths, with both attentions."""
-    kinds = ("softmax",) if name == training.STOCK else ("softmax", "linear")
-    able = [(a, name) for a in kinds if len(kinds) == 1 or training.serves(a, name)]
-    return [
-        row for length in setting.step_lengths for row in step_rows("steps", measure, able, length)
-    ]
+def method_rows(measure: Measure, names: Collection[str], length: int) -> list[Row]:
+    """Return the training steps of methods at a length, softmax attention before linear."""
+    able = [("softmax", name) for name in names]
+    linear = [name for name in names if name != training.STOCK]
+    able += [("linear", name) for name in linear if training.serves("linear", name)]
+    return step_rows("steps", measure, able, length)
 
 
 def step_rows(

@@ -120,7 +120,25 @@ def raises(sizes, dtype, device):
 def test_a_check_that_hangs_or_crashes_ends_alone(check, said, monkeypatch):
     monkeypatch.setitem(kernel_checks.CHECKS, "broken", check)
     context = multiprocessing.get_context("fork")
-    assert kernel_checks._in_a_process(context, "broken", 2 if check is hangs else 60) == said
+    seconds = 2 if check is hangs else 60
+    found = dict(kernel_checks._side_by_side(context, ["broken", "encode rope"], seconds))
+    assert found["broken"] == said
+
+
+def answers(name):
+    return Finding("triton", {"output": 1e-3}, 1e-2)
+
+
+def test_checks_that_have_compared_are_timed_in_turn(monkeypatch):
+    monkeypatch.setattr(kernel_checks, "find", answers)
+    monkeypatch.setattr(kernel_checks, "times", lambda name: (0.5, len(name)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    context = multiprocessing.get_context("fork")
+    found = dict(kernel_checks._side_by_side(context, ["a", "bb"], 60))
+    assert [(x.milliseconds, x.pytorch) for x in found.values()] == [(0.5, 1), (0.5, 2)]
+    monkeypatch.setattr(kernel_checks, "times", lambda name: os.kill(os.getpid(), signal.SIGKILL))
+    found = dict(kernel_checks._side_by_side(context, ["a"], 60))
+    assert found == {"a": "its process ended with status -9"}
 
 
 def test_a_check_in_the_interpreter_says_what_served_and_how_far_it_is_off(monkeypatch):
@@ -129,7 +147,7 @@ def test_a_check_in_the_interpreter_says_what_served_and_how_far_it_is_off(monke
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(proof, "_prove", PROVE)
     context = multiprocessing.get_context("fork")
-    found = kernel_checks._in_a_process(context, "encode lrpe-type3", 200)
+    ((_, found),) = kernel_checks._side_by_side(context, ["encode lrpe-type3"], 200)
     assert found.passed, found
     assert found.served == "triton"
     assert found.milliseconds is None

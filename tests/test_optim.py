@@ -9,10 +9,11 @@ import torch
 from fairseq import optim, utils
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.optim import lr_scheduler
+from fairseq.optim.adam import Adam
 from omegaconf import OmegaConf
 from torch import nn
 
-from lrpe_fairseq.compat import half_precision
+from lrpe_fairseq.compat import few_launches, half_precision
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.errors import Refusal
 from tests.test_every_encoding import NAMES, encoding_of
@@ -228,3 +229,42 @@ def test_float32_weights_are_those_of_the_model_of_a_checkpoint(half, change):
     if masters:
         weights = [parameter.detach().float().flatten() for parameter in built.parameters()]
         assert torch.equal(torch.cat(masters), torch.cat(weights))
+
+
+def updated(step, given, updates=3):
+    """Parameters and state of fairseq's Adam after some updates; one has no gradient at first."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 2), (4,), ())]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}]
+    made = Adam(groups, lr=0.1, betas=(0.9, 0.98), **given)
+    for update in range(updates):
+        for index, parameter in enumerate(parameters):
+            late = index == 1 and update == 0
+            parameter.grad = None if late else torch.randn_like(parameter)
+        step(made)
+    return parameters, made.state_dict()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adam_on_all_parameters_at_once_is_fairseqs(decay):
+    def at_once(made):
+        for group in made.param_groups:
+            few_launches.step_at_once(group, made.state)
+
+    given = {"weight_decay": decay, "eps": 1e-3}
+    found, state = updated(at_once, given)
+    wanted, known = updated(Adam.step, given)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert state["param_groups"] == known["param_groups"]
+    for index, of_one in known["state"].items():
+        assert state["state"][index].keys() == of_one.keys()
+        assert all(
+            torch.equal(*map(torch.as_tensor, (state["state"][index][n], x)))
+            for n, x in of_one.items()
+        )
+
+
+def test_the_norm_of_all_gradients_at_once_is_fairseqs():
+    grads = [torch.randn(3, 2), torch.randn(5).bfloat16(), torch.randn(())]
+    wanted = torch.cat([x.float().flatten() for x in grads]).norm()
+    torch.testing.assert_close(few_launches.total_norm(grads), wanted)

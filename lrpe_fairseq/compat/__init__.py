@@ -18,6 +18,7 @@ module                 what it mends
 ``byte_pieces``        text that bytes of a SentencePiece model spell
 ``clock``              training time survives a change of the clock
 ``dictionary_check``   a checkpoint records its words, and is not read with others
+``few_launches``       ``adam`` on a GPU updates all parameters at once
 ``half_precision``     ``--fp16`` resumes with the float32 weights
 ``hydra_warnings``     hydra's deprecations are hidden
 ``missing_path``       a missing ``--path``, or weights that do not fit, are one sentence
@@ -57,6 +58,7 @@ from lrpe_fairseq.compat.bf16 import keep_bf16_off_the_tpu
 from lrpe_fairseq.compat.byte_pieces import join_byte_pieces
 from lrpe_fairseq.compat.clock import measure_training_time_monotonically
 from lrpe_fairseq.compat.dictionary_check import refuse_other_dictionaries
+from lrpe_fairseq.compat.few_launches import update_in_few_launches
 from lrpe_fairseq.compat.half_precision import save_what_half_precision_rounds
 from lrpe_fairseq.compat.hydra_warnings import silence_deprecations_of_hydra
 from lrpe_fairseq.compat.missing_path import refuse_a_missing_path
@@ -109,6 +111,7 @@ FIXES: tuple[Callable[[], None], ...] = (
     refuse_other_dictionaries,
     say_how_long_a_training_takes,
     shorten_the_log,
+    update_in_few_launches,
 )
 
 

@@ -2,19 +2,20 @@
 
 A check computes a call by what attention chooses, forward and backward, and by its definition in
 float64 on the CPU, and times it beside PyTorch. Each runs in a process of its own, because a
-wrong kernel may end the process, or never end. Without a GPU the kernels run in Triton's
-interpreter, in float16, on calls of a few tokens.
+wrong kernel may end the process, or never end; they compile at once and are timed in turn. Without
+a GPU the kernels run in Triton's interpreter, in float16, on calls of a few tokens.
 
 Axes: B batch, H heads, T time, D width.
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -267,7 +268,7 @@ CHECKS: dict[str, Callable[..., Call]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found; no times in the interpreter.
+    """What a check has found; without times until it is timed, and in the interpreter.
 
     ``errors``: by result, relative to its largest number.
     """
@@ -275,8 +276,8 @@ class Finding:
     served: str
     errors: dict[str, float]
     bound: float
-    milliseconds: float | None
-    pytorch: float | None
+    milliseconds: float | None = None
+    pytorch: float | None = None
     reason: str = ""
 
     @property
@@ -298,14 +299,15 @@ def find(name: str) -> Finding:
     wanted = _results(call.definition, exact, found["output"].dtype)
     errors = {x: proof.relative_error(found[x], y) for x, y in wanted.items()}
     served, reason = _served()
-    bound = proof.BOUNDS[found["output"].dtype]
-    if not on_gpu:
-        return Finding(served, errors, bound, None, None, reason)
-    call = CHECKS[name](LARGE, dtype, device)
+    return Finding(served, errors, proof.BOUNDS[found["output"].dtype], reason=reason)
+
+
+def times(name: str) -> tuple[float, float]:
+    """Return the milliseconds of a check's large call, and those of PyTorch, on a GPU."""
+    call = CHECKS[name](LARGE, torch.bfloat16, "cuda")
     ours = _milliseconds(call.attention, call.leaves)
     with mock.patch.object(loader, "triton_kernels", return_value=None):
-        theirs = _milliseconds(call.pytorch, call.leaves)
-    return Finding(served, errors, bound, ours, theirs, reason)
+        return ours, _milliseconds(call.pytorch, call.leaves)
 
 
 def _served() -> tuple[str, str]:
@@ -357,37 +359,81 @@ def why_not() -> str:
 
 
 def findings() -> Iterator[tuple[str, Finding | str]]:
-    """Yield every check's name, and what it found, or why it found nothing."""
+    """Yield every check's name, and what it found, or why it found nothing.
+
+    As many as there are cores compile and compare at once; then each is timed alone.
+    """
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before a child imports triton
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    for name in CHECKS:
-        yield name, _in_a_process(context, name, SECONDS[on_gpu])
+    names, cores = list(CHECKS), len(os.sched_getaffinity(0))
+    for first in range(0, len(names), cores):
+        yield from _side_by_side(context, names[first : first + cores], SECONDS[on_gpu])
 
 
-def _in_a_process(context: Any, name: str, seconds: int) -> Finding | str:
-    """Return what a check finds in a process of its own, or why it ended without."""
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(name, sender))
-    process.start()
-    sender.close()
+def _side_by_side(
+    context: Any, names: Sequence[str], seconds: int
+) -> Iterator[tuple[str, Finding | str]]:
+    """Yield what checks find that compute at once, each in a process of its own."""
+    checks = [_Check(context, name, seconds) for name in names]
     try:
-        if not receiver.poll(seconds):
-            return f"no result after {seconds} s"
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        return f"its process ended with status {process.exitcode}"
+        found = [check.result() for check in checks]
+        for check, result in zip(checks, found, strict=True):
+            timed = isinstance(result, Finding) and torch.cuda.is_available()
+            yield check.name, check.times(result) if timed else result
     finally:
-        process.kill()
-        process.join()
+        for check in checks:
+            check.end()
 
 
-def _send(name: str, sender: Connection) -> None:
-    try:
-        sender.send(find(name))
-    except Exception as error:  # whatever a broken kernel leads to
-        lines = str(error).strip().splitlines() or [""]
-        sender.send(f"{type(error).__name__}: {lines[0]}")
+class _Check:
+    """A process that computes a check, then waits to be asked for its times."""
+
+    def __init__(self, context: Any, name: str, seconds: int) -> None:
+        """seconds: the time limit, of the comparison and of the times."""
+        self.name, self._seconds = name, seconds
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(name, theirs))
+        self._process.start()
+        theirs.close()
+        self._end = time.monotonic() + seconds
+
+    def result(self) -> Any:
+        """Return what the process sends next, or in a sentence why it sends nothing."""
+        try:
+            if not self._ours.poll(max(0, self._end - time.monotonic())):
+                return f"no result after {self._seconds} s"
+            return self._ours.recv()
+        except EOFError:
+            self._process.join()
+            return f"its process ended with status {self._process.exitcode}"
+
+    def times(self, found: Finding) -> Finding | str:
+        """Return ``found`` with the times, or in a sentence why there are none."""
+        self._end = time.monotonic() + self._seconds
+        with contextlib.suppress(OSError):  # a process that has ended is reported below
+            self._ours.send("time")
+        measured = self.result()
+        if isinstance(measured, str):
+            return measured
+        return replace(found, milliseconds=measured[0], pytorch=measured[1])
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(name: str, connection: Connection) -> None:
+    """Send what a check finds, and its times when they are asked for."""
+    for compute in (find, times):
+        try:
+            connection.send(compute(name))
+        except Exception as error:  # whatever a broken kernel leads to
+            lines = str(error).strip().splitlines() or [""]
+            connection.send(f"{type(error).__name__}: {lines[0]}")
+            return
+        with contextlib.suppress(EOFError):
+            connection.recv()
