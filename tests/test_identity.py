@@ -13,7 +13,7 @@ from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import SPLITS, digest
 from lrpe_fairseq.experiments.families import lm
-from lrpe_fairseq.experiments.records import checkpoints, files, provenance
+from lrpe_fairseq.experiments.records import checkpoints, files, machine, provenance
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.report.sheets import require_same
@@ -110,6 +110,20 @@ def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch)
     assert at("a", resumed=True) == {"commit": "a"}
     assert at("b", resumed=True) == {"commit": "a", "commits": ["a", "b"]}
     assert at("c", resumed=False) == {"commit": "c"}
+
+
+def test_a_run_file_names_the_machine_that_trained_and_the_others(tmp_path, monkeypatch):
+    here = machine.machine()
+    gpu = {**here, "hardware": {"cpu": "x", "cores": 16, "gpus": ["H200"]}}
+    for each, resumed in ((gpu, False), (gpu, True), (here, True)):
+        monkeypatch.setattr(provenance, "machine", lambda each=each: each)
+        provenance.begin_part(tmp_path, {}, resumed=resumed)
+    assert provenance.machines(tmp_path) == [gpu, here]
+    found = machine.environment((), [gpu])  # trained there, evaluated here
+    assert found["hardware"] == gpu["hardware"]
+    assert found["machines"] == [gpu, here]
+    assert "machines" not in machine.environment((), [here])
+    assert machine.environment()["hardware"] == here["hardware"]
 
 
 def test_a_clock_that_is_set_back_leaves_the_training_time_as_it_is(monkeypatch):

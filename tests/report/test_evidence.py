@@ -221,6 +221,9 @@ def test_a_row_has_the_rate_that_its_selection_has_found(root):
     rate(root, 0.004, 55.0)
     results = selected(root)
     selection.require(results, results.tables["demo"])
+    rate(root, 0.002, 54.5)  # better by less than 1 %, which one seed cannot tell
+    results = Results(root)
+    selection.require(results, results.tables["demo"])
     rate(root, 0.002, 50.0)
     said = (
         r"row RoPE of table demo \(linear attention\) has optimization.lr 0.004, but rates finds 0."

@@ -1,4 +1,4 @@
-"""Which commits trained a run, and on which data: ``usage.json`` in its folder.
+"""Which commits trained a run, on which machines and data: ``usage.json`` in its folder.
 
 A training may have several parts, because a stopped one is resumed, perhaps by a later commit.
 """
@@ -7,22 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
+from lrpe_fairseq.experiments.records.machine import machine
 
 USAGE = "usage.json"
-"""File in a run folder: the commits of all parts of a training, and the checksums of its data."""
+"""File in a run folder: commits and machines of all parts of a training, and checksums of data."""
 
 
 def usage(folder: Path) -> dict[str, Any]:
-    """Return ``commits`` and ``data`` (checksums) of a run folder; older versions stored less."""
+    """Return ``commits``, ``machines`` and ``data`` (checksums) of a run folder.
+
+    Older versions stored less.
+    """
     return read_json(folder / USAGE)
 
 
 def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
-    """Store the commit and the data checksums of a part that starts."""
+    """Store the commit, the machine and the data checksums of a part that starts."""
     known = usage(folder) if resumed else {}
-    # In order and once each: most trainings resume with the commit that began them.
-    commits = list(dict.fromkeys([*known.get("commits", []), commit()]))
-    write_json(folder / USAGE, {**known, "commits": commits, "data": data})
+    parts = {"commits": commit(), "machines": machine()}
+    # In order and once each: most trainings resume on the machine that began them.
+    for name, value in parts.items():
+        earlier = known.get(name, [])
+        parts[name] = earlier if value in earlier else [*earlier, value]
+    write_json(folder / USAGE, {**known, **parts, "data": data})
+
+
+def machines(folder: Path) -> list[dict[str, Any]]:
+    """Return the machines of the parts of a training; none if an older version started it."""
+    return usage(folder).get("machines", [])
 
 
 def provenance(folder: Path) -> dict[str, Any]:

@@ -53,6 +53,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "million_parameters": NUMBER,  # of the model, learned or not, without buffers
     "tokens_per_second": NUMBER,  # of training, unless it diverged before its first logged update
     "data": (dict,),  # split, or "dictionary" -> sha256; old runs lack it
+    "machines": (list,),  # of training and evaluation, if they differ; fields are of the first
     "commits": (list,),  # of a training in several parts, in order; "commit" is the first
     "diverged_at": (int,),  # of a training that ended there, because gradients were not finite
     "averaged_updates": (list,),  # of the checkpoints whose mean was evaluated, in translation

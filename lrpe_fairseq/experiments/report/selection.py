@@ -11,8 +11,13 @@ from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.results import Results
 
 
+SAME = 0.01
+"""The difference, relative to the best mean, up to which a value is as good as the best one: that
+of one seed is noise."""
+
+
 def require(results: Results, table: Table) -> None:
-    """Check that trained rows of ``table`` have the options that its selection has found.
+    """Check that trained rows of ``table`` have options as good as the best of its selection.
 
     Raises: ValueError, which names the row and the option, if not, or if a row was trained before
         its selection was complete.
@@ -40,12 +45,19 @@ def _require_row(results: Results, table: Table, row: Row, attention: str) -> No
         )
     pick = min if results.tables[table.selected_by].better == "lower" else max
     best = pick(tried, key=tried.__getitem__)
+    if of_row in tried and _as_good(tried[of_row], tried[best]):
+        return
     for name, ours, selected in zip(table.selects, of_row, best, strict=True):
         if ours != selected:
             raise ValueError(
                 f"{where} has {name} {ours}, but {table.selected_by} finds {selected}: write it "
                 "into the row's overrides and train the row again"
             )
+
+
+def _as_good(mean: float, best: float) -> bool:
+    """Return whether a mean of the selection is the best one, or too near it to tell."""
+    return abs(mean - best) <= SAME * abs(best)
 
 
 def candidates(

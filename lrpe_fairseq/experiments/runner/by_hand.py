@@ -71,6 +71,8 @@ def record(
     """
     state = checkpoints.load(checkpoint)
     speed = checkpoints.speed(state)
+    folder = checkpoint.absolute().parent
+    trained_on = provenance.machines(folder.parent)
     return {
         CHECKPOINT: corpus.digest(evaluated or checkpoint),
         "experiment": runs.BY_HAND,
@@ -83,8 +85,8 @@ def record(
         **({} if speed is None else {"tokens_per_second": speed}),
         "wall_seconds": checkpoints.seconds(state),
         "data": folders.checksums(data, set(metrics)),
-        **environment(checkpoint.absolute().parent.glob("eval-*.log")),
-        **provenance.provenance(checkpoint.absolute().parent.parent),
+        **environment(folder.glob("eval-*.log"), trained_on),
+        **provenance.provenance(folder.parent),
     }
 
 

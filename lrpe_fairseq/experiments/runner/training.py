@@ -504,6 +504,7 @@ class TrainingRun(ABC):
         names = (checkpoints.CRASH,) * 2 if lost else (checkpoints.BEST, checkpoints.LAST)
         best, last = (checkpoints.load(self.checkpoints / name) for name in names)
         log = fairseq_log.read_training_log(self.log)
+        logs = [self.log, *self.folder.glob("eval*.log")]
         optional = {
             "tokens_per_second": self._speed(log, None if lost else last),
             "million_parameters": fairseq_log.million_parameters(self.log),
@@ -521,7 +522,7 @@ class TrainingRun(ABC):
             "threads": threads,
             **{name: value for name, value in optional.items() if value is not None},
             "data": self.data_checksums(),
-            **environment([self.log, *self.folder.glob("eval*.log")]),
+            **environment(logs, provenance.machines(self.folder)),
             **provenance.provenance(self.folder),
         }
 
