@@ -1,5 +1,6 @@
 """The doctor finds what would break a run, and says what to do."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -76,11 +77,17 @@ GIVEN_UP = Finding("definition", {"output": 1e-3}, 1e-2, None, None, "_encode: o
     ],
 )
 def test_checks_of_kernels_fail_for_a_wrong_number_a_kernel_given_up_and_a_lost_process(
-    found, status, line, monkeypatch, capsys
+    found, status, line, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(kernel_checks, "why_not", lambda: "")
     monkeypatch.setattr(kernel_checks, "findings", lambda: iter([("linear, full", found)]))
-    assert doctor.main(["--kernels"]) == status
+    out = tmp_path / "doctor.json"
+    assert doctor.main(["--kernels", "--out", str(out)]) == status
+    written = json.loads(out.read_text())
+    assert written["versions"]["torch"] == torch.__version__
+    (row,) = written["rows"]
+    assert (row["check"], row["passed"]) == ("linear, full", not status)
+    assert row.get("served", "") in ("triton", "definition", "")
     _, said, summary, versions = capsys.readouterr().out.splitlines()
     assert said.startswith("FAIL  linear, full" if status else "ok    linear, full")
     assert line in said

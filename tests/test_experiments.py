@@ -32,7 +32,7 @@ from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys, machine
+from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys, machine, methods
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
@@ -102,6 +102,10 @@ def test_a_planned_run_sets_known_keys_for_prepared_splits_and_has_the_key_of_it
         planned = run_files.settings_of(trained(run))
         found = keys.key(table, {**planned, "dataset": cell.dataset, "scale": scale})
         assert found == cell.key, run.name
+        if cell.encoding == "none":  # the name on pages says whether there are positions
+            bare = run.settings().model.get("no_token_positional_embeddings", False)
+            said = "none, no positions" if bare else "none, sinusoidal"
+            assert methods.names(table)[cell.label].startswith(said)
 
 
 @pytest.mark.parametrize("path", CONFIGS_BUILT, ids=lambda p: f"{p.parent.name}-{p.stem}")

@@ -8,11 +8,13 @@ missing or broken.
 import importlib
 import importlib.metadata
 import logging
+import math
 import platform
 import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,12 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Run and print every check; return the exit status."""
     parser = ArgumentParser(prog="scripts/doctor.sh", description=SUMMARY)
     parser.add_argument("--kernels", action="store_true", help="check every Triton kernel instead")
-    if parser.parse_args(arguments).kernels:
-        return kernels()
+    parser.add_argument("--out", type=Path, help="with --kernels: a JSON file of what was found")
+    options = parser.parse_args(arguments)
+    if options.out and not options.kernels:
+        parser.error("--out needs --kernels")
+    if options.kernels:
+        return kernels(options.out)
     failed = sum(not passed(name, check) for name, check in CHECKS.items())
     print(f"{failed} failed: {REPAIR}" if failed else "all checks passed")
     return 1 if failed else 0
@@ -125,8 +131,13 @@ def training() -> str:
     return "; ".join(findings)
 
 
-def kernels() -> int:
-    """Check every family of Triton kernels; return 1 if one is wrong, or none can be checked."""
+def kernels(out: Path | None = None) -> int:
+    """Check every family of Triton kernels; return 1 if one is wrong, or none can be checked.
+
+    out: a JSON file for what was found, with the machine and the versions.
+    """
+    from lrpe_fairseq.experiments.records.files import write_json
+    from lrpe_fairseq.experiments.records.machine import environment
     from lrpe_fairseq.experiments.runner import kernel_checks
 
     lacking = kernel_checks.why_not()
@@ -134,13 +145,24 @@ def kernels() -> int:
         print(f"FAIL  the Triton kernels cannot be checked: {lacking}")
         return 1
     print(HEADER, flush=True)
-    failed = 0
+    failed, rows = 0, []
     for name, found in kernel_checks.findings():
         wrong = isinstance(found, str) or not found.passed
         failed += wrong
+        rows.append({"check": name, "passed": not wrong, **_row(found)})
+        if out:  # after every check: a later one may end this process
+            write_json(out, {"part": "doctor", **environment(), "rows": rows}, sort_keys=True)
         print(f"{'FAIL' if wrong else 'ok':5} {name:22} {_line(found)}", flush=True)
     print(_to_report(failed, len(kernel_checks.CHECKS)))
     return 1 if failed else 0
+
+
+def _row(found: Any) -> dict[str, Any]:
+    """Return what a check has found as JSON, which knows no nan."""
+    if isinstance(found, str):
+        return {"reason": found}
+    errors = {name: x if math.isfinite(x) else str(x) for name, x in found.errors.items()}
+    return {**asdict(found), "errors": errors}
 
 
 HEADER = f"{'':5} {'check':22} {'served':18} {'ms':>9} {'PyTorch':>9}  relative errors"

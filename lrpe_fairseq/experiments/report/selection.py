@@ -10,7 +10,6 @@ from lrpe_fairseq.experiments.records.tables import Row, Table
 from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.results import Results
 
-
 SAME = 0.01
 """The difference, relative to the best mean, up to which a value is as good as the best one: that
 of one seed is noise."""

@@ -41,10 +41,12 @@ def pages(root: Path) -> dict[str, str]:
         printed={cell["method"].lower(): cell["printed"] for cell in cells},
         against_table9=against_table9(root),
         steps=measured("steps", "cuda", root),
+        on_gpu=list(dict.fromkeys(row["encoding"] for row in measured("steps", "cuda", root))),
         compiled_steps=_compiled_names(root),
         with_other_threads=_with_other_threads(root),
         **releases(root),
         forms=measured("attention", "cuda", root),
+        doctor=doctor(root),
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
     )
     return {PAGE: text, **{f"{RESULTS}/{part}.csv": csv_of(root, part) for part in parts}}
@@ -118,6 +120,28 @@ def releases(root: Path) -> dict[str, Any]:
     return {"capabilities": capabilities, "releases": found, "refused": refused}
 
 
+def doctor(root: Path) -> dict[str, Any]:
+    """Return what ``doctor.sh --kernels`` has found on a GPU; {} if it has not run on one.
+
+    Returns: the file's fields, with ``passed`` and ``table``: milliseconds beside PyTorch's.
+    """
+    file = run_file("doctor", "cuda", root)
+    rows = [row for row in file["rows"] if row.get("served") == "triton"]
+    if not rows:
+        return {}
+    head = ["check", "kernel, ms", "PyTorch, ms", "largest relative error"]
+    lines = [
+        [
+            row["check"],
+            *(f"{row[name]:.2f}" for name in ("milliseconds", "pytorch")),
+            f"{max(row['errors'].values()):.0e}",
+        ]
+        for row in rows
+    ]
+    passed = sum(row["passed"] for row in file["rows"])
+    return {**file, "passed": passed, "table": markdown.table(head, lines, numbers=True)}
+
+
 def _compiled_forms(rows: list[Row]) -> str:
     """Return how many forms compile, of how many, and how many of them spill registers."""
     if not rows:
@@ -159,11 +183,6 @@ def machines(root: Path, device: str) -> str:
     return ", ".join(markdown.listed(sorted(part)) for part in parts if part)
 
 
-def commit_of(root: Path, part: str, device: str) -> str:
-    """Return the short commit of the code that a part measured."""
-    return run_file(part, device, root)["commit"][:8]
-
-
 def clamped(root: Path) -> dict[str, float]:
     """Return the share of clamped denominators of the encodings that have some, for random keys."""
     rows = measured("denominators", "cpu", root)
@@ -201,33 +220,29 @@ def against_table9(root: Path) -> str:
 
 
 def speed(root: Path, device: str, attention: str, encoding: str) -> str:
-    """Return the training speed of an encoding relative to Base at T = 512; a dash if not measured.
-
-    Figures of a GPU that are not from the part ``steps`` are older and have a star.
-    """
+    """Return the training speed of an encoding relative to Base at T = 512; a dash without one."""
     where = {"attention": attention, "encoding": encoding}
-    ratio = value(root, "steps", device, "relative_speed", **where, length=512)
-    star = "*" * (ratio is None and device == "cuda")
-    ratio = value(root, "table9", device, "relative_speed", **where) if ratio is None else ratio
-    return "–" if ratio is None else f"{ratio:.2f}{star}"
+    sized = {"length": 512} if device == "cuda" else {}
+    part = "steps" if device == "cuda" else "table9"
+    ratio = value(root, part, device, "relative_speed", **where, **sized)
+    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def trained(root: Path, attention: str, encoding: str, length: int) -> str:
     """Return thousands of tokens per second on a GPU, and the speed relative to Base.
 
-    The former is the latter times Base's median speed over all rows, because machines drift. Older
-    figures (T = 512) have the latter only. A dash if no CPU speed was measured.
+    The former is the latter times Base's median speed over all rows, because machines drift. A dash
+    for an attention type that the encoding does not serve, and so has no speed on a CPU.
     """
     if speed(root, "cpu", attention, encoding) == "–":
         return "–"
     rows = [r for r in measured("steps", "cuda", root) if r.get("relative_speed")]
     rows = [r for r in rows if (r["attention"], r["length"]) == (attention, length)]
     ratios = [row["relative_speed"] for row in rows if row["encoding"] == encoding]
-    if ratios:
-        base = statistics.median(row["tokens_per_second"] / row["relative_speed"] for row in rows)
-        return f"{base * ratios[0] / 1e3:,.0f}&nbsp;({ratios[0]:.2f})"
-    older = speed(root, "cuda", attention, encoding) if length == 512 else "–"
-    return MISSING if older == "–" else older
+    if not ratios:
+        return MISSING
+    base = statistics.median(row["tokens_per_second"] / row["relative_speed"] for row in rows)
+    return f"{base * ratios[0] / 1e3:,.0f}&nbsp;({ratios[0]:.2f})"
 
 
 # --- the picture ---------------------------------------------------------------------------------
@@ -249,5 +264,5 @@ def draw(path: Path, rows: list[Row]) -> None:
     plots.save(figure, path)
 
 
-HELPERS = (value, machines, crossover, speed, trained, commit_of)
+HELPERS = (value, machines, crossover, speed, trained)
 """Functions of a root that the template calls."""
