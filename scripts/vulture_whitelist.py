@@ -131,3 +131,6 @@ _._dynamo_marked_constant
 
 # the type of an argument, written as text
 _.Find
+
+# fairseq.utils reads it
+_.multi_tensor_total_norm
