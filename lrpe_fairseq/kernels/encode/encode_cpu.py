@@ -159,14 +159,15 @@ class _Encoded(torch.autograd.Function):
         # the gradient of a linear map of x does not depend on x
         needs_x = variant.phi or any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(x if needs_x else None, p, power)
-        ctx.layout = torch.empty_like(x, device="meta")
+        # not on the meta device: its Python takes longer than a small kernel
+        ctx.layout = x.shape, torch.empty_like(x).stride()
         return encoded(x, p, power, variant)
 
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():
             return _gradients_as_graph(ctx, grad)
-        grad_x = torch.empty_like(ctx.layout, device=grad.device)
+        grad_x = torch.empty_strided(*ctx.layout, dtype=torch.float32)
         of_p, of_power = ctx.needs_input_grad[1:3]
         found = gradients(grad, *ctx.saved_tensors, grad_x, ctx.variant, of_p, of_power)
         return grad_x, *found, None
@@ -217,7 +218,7 @@ def _gradients_as_graph(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of a call with their graph, for second derivatives."""
     x, p, power = ctx.saved_tensors
     if x is None:  # the map is linear in x, so any x has the same gradient
-        x = torch.zeros_like(ctx.layout, device=grad.device, requires_grad=True)
+        x = torch.empty_strided(*ctx.layout, dtype=torch.float32).zero_().requires_grad_()
 
     def defined(x: Tensor, p: Tensor | None, power: Tensor) -> Tensor:
         return definition(x, p, power, ctx.variant)
