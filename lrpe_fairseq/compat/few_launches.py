@@ -1,7 +1,7 @@
 """On a GPU, fairseq's ``adam`` and the norm of the gradients are a few launches per update.
 
 Without NVIDIA's apex, fairseq computes both one parameter after the other: about eleven launches
-for each. A small model then waits for the host most of the time. torch's operators on lists of
+for each, for which a GPU that trains a small model may wait. torch's operators on lists of
 tensors compute the same in about a dozen launches for all parameters. They need the memory of one
 more copy of the parameters during an update. On a CPU fairseq's loop is as fast and stays.
 """
@@ -51,12 +51,13 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
 
 def _step(original: Callable, self: Adam, closure: Callable | None = None) -> Any:
     """Do an update: at once if every parameter and gradient is float32 on a GPU."""
-    if not all(_on_gpu(p) for group in self.param_groups for p in _learning(group)):
+    learning = [p for group in self.param_groups for p in _learning(group)]
+    usual = closure is None and not any(group.get("amsgrad") for group in self.param_groups)
+    if not (usual and learning and all(map(_on_gpu, learning))):
         return original(self, closure)
-    loss = None if closure is None else closure()
     for group in self.param_groups:
         step_at_once(group, self.state)
-    return loss
+    return None
 
 
 def _on_gpu(parameter: Tensor) -> bool:

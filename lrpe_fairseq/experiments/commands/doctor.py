@@ -136,14 +136,16 @@ def kernels(out: Path | None = None) -> int:
 
     out: a JSON file for what was found, with the machine and the versions.
     """
-    from lrpe_fairseq.experiments.records.files import write_json
-    from lrpe_fairseq.experiments.records.machine import environment
+    from lrpe_fairseq.experiments.records.files import require_writable, write_json
     from lrpe_fairseq.experiments.runner import kernel_checks
 
     lacking = kernel_checks.why_not()
     if lacking:
         print(f"FAIL  the Triton kernels cannot be checked: {lacking}")
         return 1
+    if out:
+        require_writable(out.absolute().parent, "--out", out)
+        stated = _stated()
     print(HEADER, flush=True)
     failed, rows = 0, []
     for name, found in kernel_checks.findings():
@@ -151,10 +153,23 @@ def kernels(out: Path | None = None) -> int:
         failed += wrong
         rows.append({"check": name, "passed": not wrong, **_row(found)})
         if out:  # after every check: a later one may end this process
-            write_json(out, {"part": "doctor", **environment(), "rows": rows}, sort_keys=True)
+            write_json(out, {**stated, "rows": rows}, sort_keys=True)
         print(f"{'FAIL' if wrong else 'ok':5} {name:22} {_line(found)}", flush=True)
     print(_to_report(failed, len(kernel_checks.CHECKS)))
     return 1 if failed else 0
+
+
+def _stated() -> dict[str, Any]:
+    """Return what a file of checks says of the machine."""
+    import torch
+
+    from lrpe_fairseq.experiments.records.machine import environment
+    from lrpe_fairseq.kernels import proof
+
+    found = environment()
+    found["versions"]["triton"] = proof.triton_version()
+    dtype = "bfloat16" if torch.cuda.is_available() else "float16"
+    return {"part": "doctor", **found, "dtype": dtype, "threads": torch.get_num_threads()}
 
 
 def _row(found: Any) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """What a run file says of the machine: commit, versions, hardware and kernels."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,8 @@ def environment(
 
     logs: of child processes. ``kernels`` says which kernels computed their attention, and that of
     this process. trained_on: :func:`machine` of every part of the training; without it this
-    process. ``machines`` has all of them and this one, if they differ.
+    process. ``machines`` has all of them and this one, if they differ. The kernels that were
+    available are those of this process, so they are left out if another one trained.
     """
     from lrpe_fairseq.kernels import loader
 
@@ -31,27 +35,44 @@ def environment(
     for each in (*trained_on, machine()):
         if each not in machines:
             machines.append(each)
-    first = machines[0]
-    found = {"commit": commit(), **first, "kernels": {**first["kernels"], "served": served}}
-    return found | ({"machines": machines} if len(machines) > 1 else {})
+    alone = len(machines) == 1
+    kernels = {**(loader.kernels_in_use() if alone else {}), "served": served}
+    found = {"commit": commit(), **machines[0], "kernels": kernels}
+    return found if alone else {**found, "machines": machines}
 
 
 def machine() -> dict[str, Any]:
-    """Return ``versions``, ``hardware`` and the available ``kernels`` of this process."""
-    from torch import cuda  # slow to import
-
-    from lrpe_fairseq.kernels import loader
-
+    """Return ``versions`` and ``hardware`` of this process. It uses no GPU for that."""
     # Those whose versions change results.
     packages = {"torch": "torch", "numpy": "numpy", "fairseq": "fairseq-fixed"}
     versions = {name: _version(distribution) for name, distribution in packages.items()}
-    gpus = [cuda.get_device_name(index) for index in range(cuda.device_count())]
     return {
         "versions": {"python": platform.python_version(), **versions},
         # The cores of this process, not of the machine: a container may have fewer.
-        "hardware": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
-        "kernels": loader.kernels_in_use(),
+        "hardware": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
     }
+
+
+UNKNOWN = {"versions": {}, "hardware": {"cpu": "unknown", "cores": 0, "gpus": []}}
+"""The machine of a part of a training of which an older version stored none."""
+
+_NAMES = (
+    "import json; from torch import cuda; "
+    "print(json.dumps([cuda.get_device_name(n) for n in range(cuda.device_count())]))"
+)
+
+
+def _gpus() -> list[str]:
+    """Return the names of the GPUs that this process may use."""
+    from torch import cuda  # slow to import
+
+    if not cuda.device_count():
+        return []
+    if cuda.is_initialized():
+        return [cuda.get_device_name(index) for index in range(cuda.device_count())]
+    # Another process asks for them: a context of this one would take memory from the training.
+    asked = subprocess.run([sys.executable, "-c", _NAMES], capture_output=True, text=True)
+    return json.loads(asked.stdout) if asked.returncode == 0 else ["unknown"] * cuda.device_count()
 
 
 def _version(distribution: str) -> str:

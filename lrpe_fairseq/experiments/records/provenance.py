@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lrpe_fairseq.experiments.records.files import commit, read_json, write_json
-from lrpe_fairseq.experiments.records.machine import machine
+from lrpe_fairseq.experiments.records.machine import UNKNOWN, machine
 
 USAGE = "usage.json"
 """File in a run folder: commits and machines of all parts of a training, and checksums of data."""
@@ -24,6 +24,8 @@ def usage(folder: Path) -> dict[str, Any]:
 def begin_part(folder: Path, data: dict[str, str], *, resumed: bool) -> None:
     """Store the commit, the machine and the data checksums of a part that starts."""
     known = usage(folder) if resumed else {}
+    if known.get("commits") and "machines" not in known:
+        known = {**known, "machines": [UNKNOWN]}  # an older version began it
     parts = {"commits": commit(), "machines": machine()}
     # In order and once each: most trainings resume on the machine that began them.
     for name, value in parts.items():

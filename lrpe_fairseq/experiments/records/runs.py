@@ -220,11 +220,11 @@ def diverged(update: int, evaluations: Evaluations) -> Run:
     }
 
 
-def with_evaluations(known: Run, measured: Run, data: dict[str, str]) -> Run:
+def with_evaluations(known: Run, measured: Run, data: dict[str, str], here: Run) -> Run:
     """Return the run file ``known`` with the evaluations of ``measured`` that it lacks.
 
-    measured: ``metrics`` and ``protocol``. data: checksums of the splits and the dictionary. The
-    commit of each added evaluation is kept in ``evaluated_later``.
+    measured: ``metrics`` and ``protocol``. data: checksums of the splits and the dictionary. here:
+    the machine that evaluated. The commit of each added evaluation is kept in ``evaluated_later``.
     """
     metrics = {split: dict(protocols) for split, protocols in known["metrics"].items()}
     added = dict(known.get("evaluated_later", {}))
@@ -242,7 +242,18 @@ def with_evaluations(known: Run, measured: Run, data: dict[str, str]) -> Run:
         "protocol": {**measured["protocol"], **known["protocol"]},
         "evaluated_later": added,
         **checksums,
+        **_machines_with(known, here),
     }
+
+
+def machines_of(run: Run) -> list[Run]:
+    """Return ``versions`` and ``hardware`` of the machines that trained and evaluated a run."""
+    return run.get("machines") or [{name: run[name] for name in ("versions", "hardware")}]
+
+
+def _machines_with(known: Run, here: Run) -> Run:
+    machines = machines_of(known)
+    return {} if here in machines else {"machines": [*machines, here]}
 
 
 def first_number(metrics: Run) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from lrpe_fairseq.experiments.records.runs import machines_of
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
@@ -97,7 +98,9 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     """Return what a page shows of a table."""
     sheets = results.sheets_of(table.name)
     runs = {name: run for sheet in sheets for name, run in sheet.runs.items()}
-    machines = sorted({markdown.processors(run["hardware"]) for run in runs.values()})
+    machines = sorted(
+        {markdown.processors(x["hardware"]) for run in runs.values() for x in machines_of(run)}
+    )
     folders = sorted({name.split("/")[0] for name in runs})
     return {
         "table": table,

@@ -42,6 +42,8 @@ def _require_row(results: Results, table: Table, row: Row, attention: str) -> No
             f"{where} was trained before its selection: run scripts/run_table.sh "
             f"{table.selected_by} first"
         )
+    if all(map(math.isinf, tried.values())):
+        raise ValueError(f"{where}: every value of {table.selected_by} diverged; try others")
     pick = min if results.tables[table.selected_by].better == "lower" else max
     best = pick(tried, key=tried.__getitem__)
     if of_row in tried and _as_good(tried[of_row], tried[best]):

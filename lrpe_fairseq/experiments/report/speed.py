@@ -43,6 +43,7 @@ def pages(root: Path) -> dict[str, str]:
         steps=measured("steps", "cuda", root),
         on_gpu=list(dict.fromkeys(row["encoding"] for row in measured("steps", "cuda", root))),
         compiled_steps=_compiled_names(root),
+        compiled_threads=_threads(run_file("compiled-steps", "cpu", root).get("threads", 1)),
         with_other_threads=_with_other_threads(root),
         **releases(root),
         forms=measured("attention", "cuda", root),
@@ -80,6 +81,10 @@ def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
 def _compiled_names(root: Path) -> list[str]:
     """Return the encodings whose compiled steps were timed on a CPU, in order."""
     return list(dict.fromkeys(row["encoding"] for row in measured("compiled-steps", "cpu", root)))
+
+
+def _threads(count: int) -> str:
+    return f"{count} threads" if count > 1 else "one thread"
 
 
 def _with_other_threads(root: Path) -> str:
@@ -129,12 +134,12 @@ def doctor(root: Path) -> dict[str, Any]:
     rows = [row for row in file["rows"] if row.get("served") == "triton"]
     if not rows:
         return {}
-    head = ["check", "kernel, ms", "PyTorch, ms", "largest relative error"]
+    head = ["check", "kernel, ms", "definition, ms", "largest relative error"]
     lines = [
         [
             row["check"],
             *(f"{row[name]:.2f}" for name in ("milliseconds", "pytorch")),
-            f"{max(row['errors'].values()):.0e}",
+            f"{max(map(float, row['errors'].values())):.0e}",
         ]
         for row in rows
     ]
@@ -213,8 +218,9 @@ def against_table9(root: Path) -> str:
         encoding = own["linear"]["encoding"] or "lrpe-type2"
         line = [f"{method}, `{encoding}`"]
         for kind in kinds:
-            ours = (speed(root, device, kind, encoding) for device in DEVICES)
-            line += [own[kind]["printed"].replace("-", "–"), *ours]
+            cpu, gpu = (speed(root, device, kind, encoding) for device in DEVICES)
+            gpu = MISSING if gpu == "–" != cpu else gpu
+            line += [own[kind]["printed"].replace("-", "–"), cpu, gpu]
         lines.append(line)
     return markdown.table(head, lines, numbers=True)
 

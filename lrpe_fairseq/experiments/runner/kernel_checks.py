@@ -33,6 +33,8 @@ from lrpe_fairseq.kernels.flash import flash
 
 SECONDS = {True: 120, False: 900}
 """Time limit of a check with a GPU (True), and in the interpreter."""
+AT_ONCE = 14
+"""Checks that run at once: half of them. Each has a context on the GPU, of about 0.5 GB."""
 ROUNDS = 5
 WIDTH, SLOW_WIDTH = 64, 16
 
@@ -361,16 +363,17 @@ def why_not() -> str:
 def findings() -> Iterator[tuple[str, Finding | str]]:
     """Yield every check's name, and what it found, or why it found nothing.
 
-    As many as there are cores compile and compare at once; then each is timed alone.
+    As many as there are cores, at most :data:`AT_ONCE`, compile and compare at once; then each is
+    timed alone.
     """
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before a child imports triton
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    names, cores = list(CHECKS), len(os.sched_getaffinity(0))
-    for first in range(0, len(names), cores):
-        yield from _side_by_side(context, names[first : first + cores], SECONDS[on_gpu])
+    names, count = list(CHECKS), min(AT_ONCE, len(os.sched_getaffinity(0)))
+    for first in range(0, len(names), count):
+        yield from _side_by_side(context, names[first : first + count], SECONDS[on_gpu])
 
 
 def _side_by_side(
@@ -381,8 +384,12 @@ def _side_by_side(
     try:
         found = [check.result() for check in checks]
         for check, result in zip(checks, found, strict=True):
+            if isinstance(result, str):
+                check.end()  # a kernel that never ends would slow the others' times
+        for check, result in zip(checks, found, strict=True):
             timed = isinstance(result, Finding) and torch.cuda.is_available()
             yield check.name, check.times(result) if timed else result
+            check.end()  # its memory is needed by the next one
     finally:
         for check in checks:
             check.end()

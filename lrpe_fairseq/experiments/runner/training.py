@@ -29,6 +29,7 @@ from lrpe_fairseq.experiments.records import (
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.machine import environment
+from lrpe_fairseq.experiments.records.machine import machine as machine_here
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run, read_run, write_run
 from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import branches, identity, processes
@@ -405,7 +406,8 @@ class TrainingRun(ABC):
             return False  # of another training
         say(f"evaluating {', '.join(map(' '.join, missing))}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
-        write_run(self.result, runs.with_evaluations(known, measured, self.data_checksums()))
+        checksums = self.data_checksums()
+        write_run(self.result, runs.with_evaluations(known, measured, checksums, machine_here()))
         return True
 
     def _with_those_of(self, known: Run | None) -> "TrainingRun":
