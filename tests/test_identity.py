@@ -13,7 +13,7 @@ from lrpe_fairseq.experiments import families
 from lrpe_fairseq.experiments.data import folders
 from lrpe_fairseq.experiments.data.corpus import SPLITS, digest
 from lrpe_fairseq.experiments.families import lm
-from lrpe_fairseq.experiments.records import checkpoints, files, machine, provenance
+from lrpe_fairseq.experiments.records import checkpoints, files, machine, provenance, runs
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.report.sheets import require_same
@@ -115,6 +115,9 @@ def test_the_commits_of_all_parts_of_a_training_are_named(tmp_path, monkeypatch)
 def test_a_run_file_names_the_machine_that_trained_and_the_others(tmp_path, monkeypatch):
     here = machine.machine()
     gpu = {**here, "hardware": {"cpu": "x", "cores": 16, "gpus": ["H200"]}}
+    provenance.write_json(tmp_path / provenance.USAGE, {"commits": ["a"]})
+    provenance.begin_part(tmp_path, {}, resumed=True)  # an older version stored no machine
+    assert provenance.machines(tmp_path)[0]["hardware"]["cpu"] == "unknown"
     for each, resumed in ((gpu, False), (gpu, True), (here, True)):
         monkeypatch.setattr(provenance, "machine", lambda each=each: each)
         provenance.begin_part(tmp_path, {}, resumed=resumed)
@@ -123,6 +126,10 @@ def test_a_run_file_names_the_machine_that_trained_and_the_others(tmp_path, monk
     assert found["hardware"] == gpu["hardware"]
     assert found["machines"] == [gpu, here]
     assert "machines" not in machine.environment((), [here])
+    later = runs.with_machines(found, [here])
+    assert later == {}  # it is known
+    assert runs.with_machines(here, [gpu, here]) == {"machines": [here, gpu]}
+    assert found["kernels"].keys() == {"served"}  # those that were available are of this machine
     assert machine.environment()["hardware"] == here["hardware"]
 
 

@@ -196,7 +196,8 @@ def test_a_missing_evaluation_is_measured_without_training(finished):
     assert after["protocol"]["blocks"] == before["protocol"]["blocks"]
     assert after["evaluated_later"] == {"valid.tail-512": commit()}
     changed = {name for name in after if after[name] != before.get(name)}
-    assert changed == {"metrics", "protocol", "evaluated_later"}
+    assert changed == {"metrics", "protocol", "evaluated_later", "machines"}
+    assert [x["hardware"]["cpu"] == "A CPU" for x in after["machines"]] == [True, False]
 
 
 @pytest.mark.parametrize("now", [None, {"seconds": SECONDS + 1}, {"updates": UPDATES + 1}])

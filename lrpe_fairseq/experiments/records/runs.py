@@ -242,7 +242,7 @@ def with_evaluations(known: Run, measured: Run, data: dict[str, str], here: Run)
         "protocol": {**measured["protocol"], **known["protocol"]},
         "evaluated_later": added,
         **checksums,
-        **_machines_with(known, here),
+        **with_machines(known, [here]),
     }
 
 
@@ -251,9 +251,11 @@ def machines_of(run: Run) -> list[Run]:
     return run.get("machines") or [{name: run[name] for name in ("versions", "hardware")}]
 
 
-def _machines_with(known: Run, here: Run) -> Run:
-    machines = machines_of(known)
-    return {} if here in machines else {"machines": [*machines, here]}
+def with_machines(run: Run, others: list[Run]) -> Run:
+    """Return the field ``machines`` of a run with others; {} if the run was on no other one."""
+    known = machines_of(run)
+    added = [machine for machine in others if machine not in known]
+    return {"machines": [*known, *added]} if added else {}
 
 
 def first_number(metrics: Run) -> str:

@@ -127,4 +127,5 @@ def _with_earlier(out: Path, run: Run, data: Path) -> Run:
             metrics[split] = {**kept, **metrics.get(split, {})}
     names = {name for by_protocol in metrics.values() for name in by_protocol}
     protocol = {name: sentences[name] for name in sorted(names)}
-    return {**run, "metrics": metrics, "protocol": protocol, "data": {**parts, **run["data"]}}
+    merged = {"metrics": metrics, "protocol": protocol, "data": {**parts, **run["data"]}}
+    return {**run, **merged, **runs.with_machines(run, runs.machines_of(known))}
