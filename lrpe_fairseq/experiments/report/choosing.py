@@ -131,6 +131,8 @@ def _values(results: Results) -> dict[str, Callable]:
         "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),
         "speed": partial(speed.speed, results.root, "cuda"),
         "cpu_speed": partial(speed.speed, results.root, "cpu"),
+        "stack_speed": partial(speed.value, results.root, "stacks", "cpu", "relative_speed"),
+        "gpu_rate": partial(speed.rate, results.root),
     }
 
 

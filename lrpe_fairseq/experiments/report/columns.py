@@ -205,7 +205,7 @@ class ColumnView:
 
     @property
     def beats_ngrams(self) -> bool | None:
-        """True if the best mean is better than n-grams of as many tokens; None without them."""
+        """True if the best mean is better than n-grams of the same tokens; None without them."""
         ours = self.ranked()
         if not self.yardstick or not ours:
             return None

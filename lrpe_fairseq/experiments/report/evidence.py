@@ -49,10 +49,10 @@ CONTENT = Pair("linear", "content", "Type2, content", "RoPE, content")
 LAYERNORM = Pair("linear", "layernorm", "Type2-LN", "RoPE-LN")
 BARE = Pair("linear", "none", "Type2, none", "RoPE, none")
 SOFTMAX = Pair("softmax", "", "Type2", "RoPE")
-FLOORED = Pair("linear", "rotated", "Type2, floor", "RoPE, floor")
-FLOORED_CONTENT = Pair("linear", "content", "Type2, content, floor", "RoPE, content, floor")
-FLOORED_LAYERNORM = Pair("linear", "layernorm", "Type2-LN, floor", "RoPE-LN, floor")
-FLOORED_SOFTMAX = Pair("softmax", "", "Type2, floor", "RoPE, floor")
+FLOORED = Pair("linear", "rotated, floor", "Type2, floor", "RoPE, floor")
+FLOORED_CONTENT = Pair("linear", "content, floor", "Type2, content, floor", "RoPE, content, floor")
+FLOORED_LAYERNORM = Pair("linear", "layernorm, floor", "Type2-LN, floor", "RoPE-LN, floor")
+FLOORED_SOFTMAX = Pair("softmax", "floor", "Type2, floor", "RoPE, floor")
 PLACES = (
     Place(
         name="WikiText-2, 1,800 updates",
@@ -62,7 +62,7 @@ PLACES = (
         pairs=(SOFTMAX, ROTATED, CONTENT, LAYERNORM, BARE),
     ),
     Place(
-        name="WikiText-2, 1,800 updates, `angle-floor turn`",
+        name="WikiText-2, 1,800 updates, with a floor",
         table="angles",
         scale="small",
         columns=("paired-128", "paired-512", "paired-2048"),
@@ -83,7 +83,7 @@ PLACES = (
         pairs=(SOFTMAX, ROTATED),
     ),
     Place(
-        name="WikiText-2, 16,200 updates, `angle-floor turn`",
+        name="WikiText-2, 16,200 updates, with a floor",
         table="angles",
         scale="long",
         columns=("paired-128", "paired-512", "paired-2048"),
@@ -173,7 +173,7 @@ def learned(view: ColumnView, rows: Sequence[str]) -> str:
         return "–"
     best = min(view.mean(row) for row in rows)
     ngrams = view.yardstick["ppl"]
-    word = "better" if best < ngrams else "no better"
+    word = "lower" if best < ngrams else "not lower"
     return f"{word}, {best:.1f} against {ngrams:.1f}"
 
 
@@ -249,10 +249,10 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
     cache = f"{known[0].yardstick['cache-ppl']:.1f} with a cache of the context"
     both = f"the best has a perplexity of {best:.1f}, the n-grams have {value:.1f} ({cache})"
     if any(view.beats_ngrams for view in known):
-        return f"Compared with {order} of as many tokens, {both}."
+        return f"Compared with {order} of the same training tokens, {both}."
     return (
-        f"No language model among them is better than {order} of as many tokens: {both}. So their "
-        "orders show how fast models learn n-grams."
+        f"No language model among them is better than {order} of the same training tokens: {both}. "
+        "So their orders show how fast models learn n-grams."
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from lrpe_fairseq.experiments.records import precision
 from lrpe_fairseq.experiments.records.runs import machines_of
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
@@ -109,7 +110,20 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
         "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
         "machines": markdown.listed(machines),
         "folders": markdown.listed([f"[runs/{name}](runs/{name})" for name in folders]),
+        "commands": markdown.listed([f"`{x}`" for x in _commands(table, sheets)]),
     }
+
+
+def _commands(table: Table, sheets: list[Sheet]) -> list[str]:
+    """Return the command of each scale that a page shows; one scale is that of the command."""
+    usual = "small" if "small" in table.scales else next(iter(table.scales))
+    commands = []
+    for scale in dict.fromkeys(sheet.scale for sheet in sheets):
+        base, numbers = precision.parted(scale)
+        words = ["scripts/run_table.sh", table.name]
+        words += [] if base == usual else ["--scale", base]
+        commands.append(" ".join([*words, *(["--precision", numbers] if numbers else [])]))
+    return commands
 
 
 def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str, Any]:
@@ -223,7 +237,7 @@ def rank_correlation(view: ColumnView) -> str:
 
 
 def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
-    """Say which columns have no row that is better than n-grams of as many tokens.
+    """Say which columns have no row that is better than n-grams of the same tokens.
 
     Models that are better in another column, such as at the training length, have learned more
     than n-grams and fail in this one; nothing is said about why.
@@ -241,7 +255,7 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
     for (value, fails), members in groups.items():
         where = "" if len(members) == len(known) else f" in {_columns(members, known)}"
         order = members[0].yardstick["order"]
-        ngrams = f"{order}-grams of as many training tokens ({value:.2f})"
+        ngrams = f"{order}-grams of the same training tokens ({value:.2f})"
         shown = "its order shows" if len(members) == 1 else "the orders show"
         rest = "." if fails else f": {shown} how fast models learn n-grams."
         lines.append(f"**N-grams.** No row{where} is better than {ngrams}{rest}")
@@ -478,7 +492,7 @@ def _of_curves(panels: Iterable[plots.Panel]) -> str:
     known = [panel.rows[plots.NGRAMS] for panel in panels if plots.NGRAMS in panel.rows]
     if not known:
         return ""
-    text = " Grey: n-grams of as many training tokens"
+    text = " Grey: n-grams of the same training tokens"
     level = any(a[1] == b[1] for curve in known for a, b in itertools.pairwise(curve))
     return text + (", or of the whole training text once models read it again." if level else ".")
 

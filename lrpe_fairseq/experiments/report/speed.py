@@ -234,21 +234,30 @@ def speed(root: Path, device: str, attention: str, encoding: str) -> str:
     return "–" if ratio is None else f"{ratio:.2f}"
 
 
-def trained(root: Path, attention: str, encoding: str, length: int) -> str:
-    """Return thousands of tokens per second on a GPU, and the speed relative to Base.
+def rate(root: Path, attention: str, encoding: str, length: int) -> float:
+    """Return thousands of tokens per second on a GPU: the speed relative to Base times its rate.
 
-    The former is the latter times Base's median speed over all rows, because machines drift. A dash
-    for an attention type that the encoding does not serve, and so has no speed on a CPU.
+    That of Base is its median over all rows, because machines drift. Raises: ValueError without.
     """
-    if speed(root, "cpu", attention, encoding) == "–":
-        return "–"
     rows = [r for r in measured("steps", "cuda", root) if r.get("relative_speed")]
     rows = [r for r in rows if (r["attention"], r["length"]) == (attention, length)]
     ratios = [row["relative_speed"] for row in rows if row["encoding"] == encoding]
     if not ratios:
-        return MISSING
+        raise ValueError(f"{encoding} with {attention} attention was not trained at {length}")
     base = statistics.median(row["tokens_per_second"] / row["relative_speed"] for row in rows)
-    return f"{base * ratios[0] / 1e3:,.0f}&nbsp;({ratios[0]:.2f})"
+    return base * ratios[0] / 1e3
+
+
+def trained(root: Path, attention: str, encoding: str, length: int) -> str:
+    """Return :func:`rate` and the speed relative to Base.
+
+    A dash for an attention type that the encoding does not serve, and so has no speed on a CPU.
+    """
+    if speed(root, "cpu", attention, encoding) == "–":
+        return "–"
+    where = {"attention": attention, "encoding": encoding, "length": length}
+    ratio = value(root, "steps", "cuda", "relative_speed", **where)
+    return f"{rate(root, **where):,.0f}&nbsp;({ratio:.2f})" if ratio else MISSING
 
 
 # --- the picture ---------------------------------------------------------------------------------
@@ -270,5 +279,5 @@ def draw(path: Path, rows: list[Row]) -> None:
     plots.save(figure, path)
 
 
-HELPERS = (value, machines, crossover, speed, trained)
+HELPERS = (value, machines, crossover, speed, rate, trained)
 """Functions of a root that the template calls."""
