@@ -426,7 +426,6 @@ AGREEMENT = (
     ("1,800 updates", "table2", "small", "valid"),
     ("1,800 updates, annealed", "table2", "annealed", "valid"),
     ("16,200 updates", "budget", "annealed", "16200"),
-    ("medium: books, 20 M tokens", "medium", "medium", "test"),
     ("Table 2 on books", "table2", "books", "valid"),
 )
 """Name, table, scale and column, without the attention, of the rows of the LRPE paper's Table 2."""
