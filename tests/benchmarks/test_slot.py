@@ -92,18 +92,21 @@ def test_overlapping_kernels_count_once():
     assert slot.union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)]) == 4.0
 
 
-def test_the_page_marks_older_figures_beside_newer_ones(tmp_path):
+def test_the_page_shows_steps_of_a_gpu_and_no_older_figures(tmp_path):
     own = {"attention": "softmax", "encoding": "t5", "relative_speed": 0.5, "seconds": 1.0}
     for device, speeds in (("cpu", 1000.0), ("cuda", 2000.0)):
         rows = [{**own, "tokens_per_second": speeds}, {**own, "encoding": "rope"}]
         write(tmp_path / speed.RESULTS / device / "table9.json", rows)
-    assert speed.trained(tmp_path, "softmax", "t5", 512) == "0.50*"
+    assert speed.trained(tmp_path, "softmax", "t5", 512) == speed.MISSING
     assert speed.trained(tmp_path, "linear", "t5", 512) == "–"
     speed.run_file.cache_clear()
     rows = [{**own, "length": 2048, "tokens_per_second": 9e5, "relative_speed": 0.9}]
     write(tmp_path / speed.RESULTS / "cuda" / "steps.json", rows)
     assert speed.trained(tmp_path, "softmax", "t5", 2048) == "900&nbsp;(0.90)"
     assert speed.trained(tmp_path, "softmax", "rope", 2048) == speed.MISSING
+    assert speed.rate(tmp_path, "softmax", "t5", 2048) == pytest.approx(900)
+    with pytest.raises(ValueError, match="rope with softmax attention was not trained at 2048"):
+        speed.rate(tmp_path, "softmax", "rope", 2048)
 
 
 def write(path, rows):
