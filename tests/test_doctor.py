@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lrpe_fairseq.experiments.commands import doctor
+from lrpe_fairseq.experiments.report import speed
 from lrpe_fairseq.experiments.runner import kernel_checks
 from lrpe_fairseq.experiments.runner.kernel_checks import Finding
 from lrpe_fairseq.kernels import loader, proof
@@ -81,13 +82,17 @@ def test_checks_of_kernels_fail_for_a_wrong_number_a_kernel_given_up_and_a_lost_
 ):
     monkeypatch.setattr(kernel_checks, "why_not", lambda: "")
     monkeypatch.setattr(kernel_checks, "findings", lambda: iter([("linear, full", found)]))
-    out = tmp_path / "doctor.json"
+    out = tmp_path / speed.RESULTS / "cuda" / "doctor.json"
     assert doctor.main(["--kernels", "--out", str(out)]) == status
     written = json.loads(out.read_text())
     assert written["versions"]["torch"] == torch.__version__
     (row,) = written["rows"]
     assert (row["check"], row["passed"]) == ("linear, full", not status)
     assert row.get("served", "") in ("triton", "definition", "")
+    speed.run_file.cache_clear()
+    assert speed.csv_of(tmp_path, "doctor").startswith("device,torch,dtype,commit,")
+    shown = speed.doctor(tmp_path)
+    assert shown.get("passed") == (not status if row.get("served") == "triton" else None)
     _, said, summary, versions = capsys.readouterr().out.splitlines()
     assert said.startswith("FAIL  linear, full" if status else "ok    linear, full")
     assert line in said

@@ -264,6 +264,19 @@ def test_adam_on_all_parameters_at_once_is_fairseqs(decay):
         )
 
 
+def test_an_update_before_any_gradient_is_fairseqs():
+    """A closure computes the gradients within the step, and they may be on a CPU."""
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
+
+    def closure():
+        parameter.grad = torch.full_like(parameter, 1e-4)
+
+    Adam([parameter], lr=0.1).step(closure)
+    torch.testing.assert_close(
+        parameter.detach(), torch.full_like(parameter, 0.9), atol=1e-2, rtol=0
+    )
+
+
 def test_the_norm_of_all_gradients_at_once_is_fairseqs():
     grads = [torch.randn(3, 2), torch.randn(5).bfloat16(), torch.randn(())]
     wanted = torch.cat([x.float().flatten() for x in grads]).norm()

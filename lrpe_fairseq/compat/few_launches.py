@@ -1,9 +1,9 @@
 """On a GPU, fairseq's ``adam`` and the norm of the gradients are a few launches per update.
 
-Without NVIDIA's apex, fairseq computes both one parameter after the other: about eleven launches
+Without NVIDIA's apex, fairseq computes both one parameter after the other: about ten launches
 for each, for which a GPU that trains a small model may wait. torch's operators on lists of
 tensors compute the same in about a dozen launches for all parameters. They need the memory of one
-more copy of the parameters during an update. On a CPU fairseq's loop is as fast and stays.
+more copy of the parameters during an update. On a CPU fairseq's loop stays.
 """
 
 import math

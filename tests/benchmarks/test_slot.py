@@ -105,7 +105,7 @@ def test_the_page_shows_steps_of_a_gpu_and_no_older_figures(tmp_path):
     assert speed.trained(tmp_path, "softmax", "t5", 2048) == "900&nbsp;(0.90)"
     assert speed.trained(tmp_path, "softmax", "rope", 2048) == speed.MISSING
     assert speed.rate(tmp_path, "softmax", "t5", 2048) == pytest.approx(900)
-    with pytest.raises(ValueError, match="rope with softmax attention was not trained at 2048"):
+    with pytest.raises(ValueError, match="rope with softmax attention was not timed at 2048"):
         speed.rate(tmp_path, "softmax", "rope", 2048)
 
 

@@ -250,6 +250,11 @@ def test_a_rate_that_diverged_is_not_chosen(root):
     write_run(root / "results" / "runs" / "rates" / "0.002.json", run)
     results = selected(root)
     selection.require(results, results.tables["demo"])
+    run["config"] = {"optimization.lr": [0.004]}
+    write_run(root / "results" / "runs" / "rates" / "0.004.json", run)
+    results = selected(root)
+    with pytest.raises(ValueError, match="every value of rates diverged; try others"):
+        selection.require(results, results.tables["demo"])
 
 
 @pytest.mark.parametrize("name", ["contrast", "medium"])

@@ -237,13 +237,14 @@ def speed(root: Path, device: str, attention: str, encoding: str) -> str:
 def rate(root: Path, attention: str, encoding: str, length: int) -> float:
     """Return thousands of tokens per second on a GPU: the speed relative to Base times its rate.
 
-    That of Base is its median over all rows, because machines drift. Raises: ValueError without.
+    The rate of Base is its median over all rows, because machines drift. Raises: ValueError if the
+    steps of the encoding were not timed.
     """
     rows = [r for r in measured("steps", "cuda", root) if r.get("relative_speed")]
     rows = [r for r in rows if (r["attention"], r["length"]) == (attention, length)]
     ratios = [row["relative_speed"] for row in rows if row["encoding"] == encoding]
     if not ratios:
-        raise ValueError(f"{encoding} with {attention} attention was not trained at {length}")
+        raise ValueError(f"{encoding} with {attention} attention was not timed at {length}")
     base = statistics.median(row["tokens_per_second"] / row["relative_speed"] for row in rows)
     return base * ratios[0] / 1e3
 

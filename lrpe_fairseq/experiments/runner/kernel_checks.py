@@ -34,7 +34,7 @@ from lrpe_fairseq.kernels.flash import flash
 SECONDS = {True: 120, False: 900}
 """Time limit of a check with a GPU (True), and in the interpreter."""
 AT_ONCE = 14
-"""Checks that run at once: half of them. Each has a context on the GPU, of about 0.5 GB."""
+"""Checks that run at once: half of them, because each needs memory for a context on the GPU."""
 ROUNDS = 5
 WIDTH, SLOW_WIDTH = 64, 16
 
