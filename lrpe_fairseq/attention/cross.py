@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.attention import parallel
-from lrpe_fairseq.attention.linear import LinearState, attend_to_memory, summed_memory
+from lrpe_fairseq.attention.linear import (
+    LinearState,
+    attend_to_memory,
+    reads_content,
+    summed_memory,
+)
 from lrpe_fairseq.attention.projected import (
     NOT_EXPORTED,
     ProjectedAttention,
@@ -237,7 +242,7 @@ class CrossAttention(ProjectedAttention):
         past: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
         """Return the output (B, H, T, E) and the sums over the memory, ``past`` if given."""
-        with_content = self.normalizer == "content"
+        with_content = reads_content(self.normalizer)
         options = {"normalizer": self.normalizer}
         if past is None:
             q, k, v = self._project(x, memory)

@@ -26,10 +26,18 @@ from lrpe_fairseq.kernels.dispatch import LinearKernel
 from lrpe_fairseq.kernels.linear import channels
 from lrpe_fairseq.kernels.linear.causal import block_decay, decay_matrix, full_definition
 
-NORMALIZERS = ("rotated", "content", "layernorm", "none")
-"""Denominators. ``rotated``: sum of the scores (Eq. 39). ``content``: sum of the scores without
-encoding, as in RoFormer. ``layernorm``: no denominator, but a LayerNorm follows (TMLR). ``none``:
-no denominator.
+NORMALIZERS = ("rotated", "bounded", "content", "layernorm", "none")
+"""Denominators. ``rotated``: sum of the scores (Eq. 39). ``bounded``: the same, but at least
+:data:`SHARE` of the sum of the scores without encoding, with their decay. ``content``: sum of the
+scores without encoding and decay, as in RoFormer. ``layernorm``: no denominator, but a LayerNorm
+follows (TMLR). ``none``: no denominator.
+"""
+
+SHARE = 1 / 16
+"""Smallest denominator of ``bounded``, relative to the sum of the scores without encoding.
+
+Scores without encoding are positive. Rotated scores have both signs and add up to less. Beyond the
+training length their sum may fall below zero, and a quotient by :data:`EPS` has no use.
 """
 
 EPS = 1e-6
@@ -50,7 +58,7 @@ class Rows(NamedTuple):
     v: Tensor
     """(B, H, S, E)."""
     content: tuple[Tensor, Tensor] | None
-    """The features (q, k) without encoding, for normalizer "content"; else None."""
+    """The features (q, k) without encoding if :func:`reads_content`, else None."""
     log_decay: Tensor | None
     """At least :data:`LOWEST_DECAY`, so that -inf gives no NaN."""
 
@@ -59,7 +67,7 @@ class LinearState(NamedTuple):
     """The complete state of linear attention, in float32 or wider.
 
     kv: (B, H, D, E) = sum_t k~_t v_t^T. keys: (B, H, D') = sum of the denominator's keys, not used
-    without a denominator.
+    without a denominator; of normalizer "bounded" the encoded keys, then those without encoding.
     """
 
     kv: Tensor
@@ -107,19 +115,22 @@ def linear_attention_naive(
         content=content,
         log_decay=log_decay,
     )
-    scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
-    if _by_feature(log_decay):
-        scores = channels.scores_naive(q, k, _without_padding(log_decay, key_padding_mask))
-    elif log_decay is not None:
-        scores = scores * _factors(log_decay, q, causal, key_padding_mask)
-    scores = _visible(scores, causal, window, starts)
-    numerator = scores @ v
-    if normalizer in ("layernorm", "none"):
-        return numerator
+
+    def scores_of(q: Tensor, k: Tensor, transport: Transport | None, decays: bool) -> Tensor:
+        scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
+        if decays and _by_feature(log_decay):
+            scores = channels.scores_naive(q, k, _without_padding(log_decay, key_padding_mask))
+        elif decays:
+            scores = scores * _factors(log_decay, q, causal, key_padding_mask)
+        return _visible(scores, causal, window, starts)
+
+    decays = log_decay is not None
+    scores = scores_of(q, k, transport, decays)
+    denominator = scores.sum(-1) if sums_encoded(normalizer) else None
+    unencoded = None
     if content is not None:
-        scores = content[0] @ content[1].transpose(-1, -2)
-        scores = _visible(scores, causal, window, starts)
-    return numerator / scores.sum(-1, keepdim=True).clamp_min(EPS)
+        unencoded = scores_of(*content, None, decays and normalizer == "bounded").sum(-1)
+    return _divide(scores @ v, at_least(denominator, unencoded))
 
 
 @_without_autocast
@@ -154,22 +165,36 @@ def linear_attention_window(
     blocks = []
     for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
         visible = visible_pairs(queries.of(rows), keys.of(columns), True)
-        scores = compute()
-        if sums is not None and sums[0].shape[1] > q.shape[1]:  # of every feature
-            parts = q[:, :, rows], k[:, :, columns], sums[0][..., rows], sums[1][..., columns]
-            scores = channels.scores_between(*parts)
-        elif sums is not None:
-            q_sums, k_sums = sums
-            exponent = q_sums[..., rows, None] - k_sums[..., None, columns]
-            scores = scores * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(wide)
+        of_pairs = None if sums is None else (sums[0][..., rows], sums[1][..., columns])
+        scores = _decayed(q[:, :, rows], k[:, :, columns], of_pairs, compute)
         scores = _shown(scores, visible)
-        denominator = scores.sum(-1) if normalizer == "rotated" else None
-        if normalizer == "content":
-            content_q, content_k = content
-            plain = content_q[:, :, rows] @ content_k[:, :, columns].mT
-            denominator = _shown(plain, visible).sum(-1)
+        denominator = scores.sum(-1) if sums_encoded(normalizer) else None
+        unencoded = None
+        if reads_content(normalizer):
+            pair = content[0][:, :, rows], content[1][:, :, columns]
+            of_pairs = of_pairs if normalizer == "bounded" else None
+            plain = _decayed(*pair, of_pairs, partial(torch.matmul, pair[0], pair[1].mT))
+            unencoded = _shown(plain, visible).sum(-1)
+        denominator = at_least(denominator, unencoded)
         blocks.append(_divide(scores @ v[:, :, columns], denominator))
     return _narrow(torch.cat(blocks, 2), dtype, normalizer)
+
+
+def _decayed(
+    q: Tensor, k: Tensor, sums: tuple[Tensor, Tensor] | None, compute: Callable[[], Tensor]
+) -> Tensor:
+    """Return the scores (B, H, T, S) of queries and keys with their decay.
+
+    sums: of the log decays up to each query and key, (B, H, .), or (B, H D, .) of every feature;
+    None without a decay. compute: the scores without it.
+    """
+    if sums is None:
+        return compute()
+    q_sums, k_sums = sums
+    if q_sums.shape[1] > q.shape[1]:  # of every feature
+        return channels.scores_between(q, k, q_sums, k_sums)
+    exponent = q_sums.unsqueeze(-1) - k_sums.unsqueeze(-2)
+    return compute() * exponent.clamp(LOWEST_DECAY, 0.0).exp().to(q)
 
 
 def _score_blocks(
@@ -218,8 +243,10 @@ def linear_attention(
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features; S = T if causal.
         causal: True if s attends to t <= s only. key_padding_mask: (B, S), true at keys to ignore.
         normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be close
-            to zero or negative; it is clamped to :data:`EPS` (often for Type 8; see the docs).
-        content: features (q, k) without encoding, of equal width; for normalizer ``content`` only.
+            to zero or negative, often for Type 8 and beyond the training length; it is clamped to
+            :data:`EPS`.
+        content: features (q, k) without encoding, of equal width, for the normalizers ``content``
+            and ``bounded``; for the latter with a decay of every feature as wide as q.
         log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied
             by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token, causal only;
             set to 0 at padding. (B, H, T, D): of every feature, likewise; without a transport.
@@ -243,7 +270,7 @@ def linear_attention(
     options |= {"content": content, "log_decay": log_decay, "widen": kernel is None}
     rows = _prepare(q, k, v, **options)
     if without_kernel:  # one block without a past
-        state = _empty_state(rows.q, rows.v, rows.content)
+        state = _empty_state(rows, normalizer)
         return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)[0]
     quotient = _Call(kernel, causal, key_padding_mask, starts).quotient(rows, normalizer)
     return _narrow(quotient, dtype, normalizer)
@@ -283,7 +310,7 @@ def linear_attention_block(
         log_decay=log_decay,
     )
     if state is None:
-        state = _empty_state(rows.q, rows.v, rows.content)
+        state = _empty_state(rows, normalizer)
     else:
         _check_sums(state, rows.q, v.shape[-1])
     return _block(rows, state, key_padding_mask, normalizer, starts, transport, dtype)
@@ -313,8 +340,7 @@ def summed_memory(
         content=None if content is None else (content, content),
         log_decay=None,
     )
-    counted = rows.k if rows.content is None else rows.content[1]
-    return LinearState(rows.k.mT @ rows.v, counted.sum(-2))
+    return LinearState(rows.k.mT @ rows.v, _counted_keys(rows, normalizer).sum(-2))
 
 
 @_without_autocast
@@ -330,17 +356,21 @@ def attend_to_memory(
 
     Equal to :func:`linear_attention` with ``causal=False`` and the arguments of
     :func:`summed_memory`. content: features of the queries without encoding, for normalizer
-    ``content``. dtype: of the values, and of the result (B, H, T, E).
+    ``content`` and ``bounded``. dtype: of the values, and of the result (B, H, T, E).
     Raises: ValueError for an unknown normalizer.
     """
     check_normalizer(normalizer)
     _check_sums(memory, q, None)
-    counted = {"rotated": q, "content": content}.get(normalizer)
-    out = q.to(memory.kv) @ memory.kv
-    denominator = None
-    if counted is not None:
-        denominator = (counted.to(memory.kv) @ memory.keys.unsqueeze(-1)).squeeze(-1)
-    return _narrow(_divide(out, denominator), dtype, normalizer)
+    q = q.to(memory.kv)
+    encoded_keys, content_keys = _keys_of(memory, q, normalizer)
+    encoded = None if encoded_keys is None else _scores_with(q, encoded_keys)
+    unencoded = None if content_keys is None else _scores_with(content.to(q), content_keys)
+    return _narrow(_divide(q @ memory.kv, at_least(encoded, unencoded)), dtype, normalizer)
+
+
+def _scores_with(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the sums (B, H, T) of the scores of q (B, H, T, D) with summed keys (B, H, D)."""
+    return (q @ keys.unsqueeze(-1)).squeeze(-1)
 
 
 def reorder_state(state: LinearState, new_order: Tensor) -> LinearState:
@@ -356,6 +386,27 @@ def check_normalizer(normalizer: str) -> None:
     if normalizer not in NORMALIZERS:
         known = ", ".join(NORMALIZERS)
         raise ChoiceError(f"unknown normalizer {normalizer!r}; choose one of {known}")
+
+
+def sums_encoded(normalizer: str) -> bool:
+    """True if the denominators are sums of encoded scores."""
+    return normalizer in ("rotated", "bounded")
+
+
+def reads_content(normalizer: str) -> bool:
+    """True if the denominators need the features without encoding."""
+    return normalizer in ("content", "bounded")
+
+
+def at_least(encoded: Tensor | None, unencoded: Tensor | None) -> Tensor | None:
+    """Return the denominators (B, H, T) of a normalizer from the sums that it has.
+
+    encoded: sums of the encoded scores. unencoded: sums of the scores without encoding. With both
+    it is the first, but at least :data:`SHARE` of the second; without both None.
+    """
+    if encoded is None or unencoded is None:
+        return unencoded if encoded is None else encoded
+    return torch.maximum(encoded, SHARE * unencoded)
 
 
 def _prepare(
@@ -376,8 +427,10 @@ def _prepare(
     Raises: ValueError; see :func:`linear_attention`.
     """
     check_normalizer(normalizer)
-    if normalizer == "content" and content is None:
-        raise ValueError("normalizer 'content' needs content=(q, k), the features before encoding")
+    if reads_content(normalizer) and content is None:
+        raise ValueError(
+            f"normalizer {normalizer!r} needs content=(q, k), the features before encoding"
+        )
     _check_features(q, k, v, padding, log_decay)
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
@@ -392,8 +445,8 @@ def _prepare(
         _without_padded(k.to(dtype), padding),
         _without_padded(v.to(dtype), padding),
     )
-    if normalizer == "content":
-        _check_content(content, q, k)
+    if reads_content(normalizer):
+        _check_content(content, q, k, normalizer == "bounded" and _by_feature(log_decay))
         content_q, content_k = content
         content = content_q.to(wide), _without_padded(content_k.to(wide), padding)
     else:
@@ -430,10 +483,12 @@ def _check_features(
         check_companion("log_decay", log_decay, REAL, axes, shapes, q)
 
 
-def _check_content(content: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> None:
+def _check_content(
+    content: tuple[Tensor, Tensor], q: Tensor, k: Tensor, decays_by_feature: bool
+) -> None:
     """Check the features without encoding of queries and keys; see :func:`linear_attention`."""
     content_q, content_k = content
-    shape = (*q.shape[:3], None)
+    shape = (*q.shape[:3], q.shape[3] if decays_by_feature else None)
     check_companion("content[0]", content_q, REAL, "(B, H, T, D)", (shape,), q)
     shape = (*k.shape[:3], content_q.shape[-1])
     check_companion("content[1]", content_k, REAL, "(B, H, S, D)", (shape,), q)
@@ -536,38 +591,45 @@ class _Call(NamedTuple):
 
     def quotient(self, rows: Rows, normalizer: str) -> Tensor:
         """Return the sums over all visible keys, divided as ``normalizer`` says."""
-        normalizes = normalizer == "rotated"
-        out, denominator = self.sums(rows.q, rows.k, rows.v, normalizes, rows.log_decay)
+        wanted = {"rotated": "normalized", "bounded": "sums"}.get(normalizer, "numerator")
+        out, denominator = self.sums(rows.q, rows.k, rows.v, wanted, rows.log_decay)
+        unencoded = None
         if rows.content is not None:
-            denominator = self.content_sums(*rows.content)
-        return _divide(out, denominator)
+            decay = rows.log_decay if normalizer == "bounded" else None
+            # the kernels of a GPU need more than one column of values
+            unencoded = self._replace(kernel=None).content_sums(*rows.content, decay)
+        return _divide(out, at_least(denominator, unencoded))
 
     def sums(
-        self, q: Tensor, k: Tensor, v: Tensor, normalizes: bool, log_decay: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums over all visible keys, and denominators if they are not divided yet."""
-        wanted = "normalized" if normalizes else "numerator"
-        if self.causal:
-            log_decay = _with_cuts(_without_padding(log_decay, self.padding), self.starts, q)
-            return self._causal_sums(q, k, v, wanted, log_decay, EPS)[0], None
-        if log_decay is not None:
+        """Return the sums over all visible keys, and denominators if they are not divided yet.
+
+        wanted: "normalized", "sums" for numerators and denominators, or "numerator".
+        """
+        if not self.causal and log_decay is not None:
             both_ways = _both_ways(log_decay, self.padding)
             out, denominator = _decayed_sums(self._causal_sums, q, k, v, *both_ways)
-            return out, denominator if normalizes else None
-        if self.kernel is not None:
-            return self.kernel.full_sums(q, k, v, wanted, EPS)[0], None
-        dispatch.log_linear("pytorch", q)
-        return full_definition(q, k, v, wanted, EPS)[0], None
+            return out, None if wanted == "numerator" else denominator
+        if self.causal:
+            log_decay = _with_cuts(_without_padding(log_decay, self.padding), self.starts, q)
+            out, denominator = self._causal_sums(q, k, v, wanted, log_decay, EPS)
+        elif self.kernel is not None:
+            out, denominator = self.kernel.full_sums(q, k, v, wanted, EPS)
+        else:
+            dispatch.log_linear("pytorch", q)
+            out, denominator = full_definition(q, k, v, wanted, EPS)
+        return out, denominator if wanted == "sums" else None
 
     @property
     def _causal_sums(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return dispatch.plain_causal_sums if self.kernel is None else self.kernel.causal_sums
 
-    def content_sums(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the denominators (B, H, T) of normalizer "content" for the features q and k."""
-        if self.starts is not None:  # sums over a document are those of values of 1
-            ones = torch.ones_like(q[..., :1])
-            return self.sums(q, k, ones, False, None)[0].squeeze(-1)
+    def content_sums(self, q: Tensor, k: Tensor, log_decay: Tensor | None) -> Tensor:
+        """Return the sums (B, H, T) of the scores of features q and k without encoding."""
+        if self.starts is not None or log_decay is not None:  # numerators of values of 1
+            ones = torch.ones_like(k[..., :1])
+            return self.sums(q, k, ones, "numerator", log_decay)[0].squeeze(-1)
         keys = k.cumsum(-2) if self.causal else k.sum(-2, keepdim=True)
         return (q * keys).sum(-1)
 
@@ -622,36 +684,51 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
     may have cast already.
     """
     if dtype == torch.float16 != out.dtype:
-        margin = 64 if normalizer in ("rotated", "content") else 1
+        margin = 64 if sums_encoded(normalizer) or reads_content(normalizer) else 1
         limit = torch.finfo(dtype).max / margin
         out = out.clamp(-limit, limit)
     return out.to(dtype)
 
 
 def _content_after(
-    q: Tensor, k: Tensor, keys: Tensor, starts: Tensor | None
+    q: Tensor, k: Tensor, keys: Tensor, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the denominators (B, H, T) of normalizer "content", and the sum of keys after T.
+    """Return the sums (B, H, T) of scores without encoding, and the sum of keys after T.
 
-    keys: (B, H, D'), the sum of the keys before the block.
+    keys: (B, H, D), the sum of the keys before the block. log_decay: with the starts of documents.
     """
-    if starts is None:
+    if log_decay is None:
         sums = keys.unsqueeze(-2) + k.cumsum(-2)
         return (q * sums).sum(-1), sums[..., -1, :] if sums.shape[-2] else keys
-    # the sums of a document are numerators whose values are 1
+    # they are numerators of values of 1
     ones = torch.ones_like(q[..., :1])
     before = LinearState(keys.unsqueeze(-1), keys)
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
-    out, _, after = advance(q, k, ones, before, _with_cuts(None, starts, q), False, None)
+    out, _, after = advance(q, k, ones, before, log_decay, False, None)
     return out.squeeze(-1), after.kv.squeeze(-1)
 
 
-def _empty_state(q: Tensor, v: Tensor, content: tuple[Tensor, Tensor] | None) -> LinearState:
-    rows = q.shape[:2]
-    counted = q if content is None else content[1]
-    return LinearState(
-        q.new_zeros(*rows, q.shape[-1], v.shape[-1]), q.new_zeros(*rows, counted.shape[-1])
-    )
+def _counted_keys(rows: Rows, normalizer: str) -> Tensor:
+    """Return the keys (B, H, S, D') whose sum a state holds."""
+    if rows.content is None:
+        return rows.k
+    content_k = rows.content[1]
+    return torch.cat([rows.k, content_k], -1) if sums_encoded(normalizer) else content_k
+
+
+def _keys_of(state: LinearState, q: Tensor, normalizer: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return the sums of the keys with and without encoding that the normalizer reads, or None."""
+    encoded, content = sums_encoded(normalizer), reads_content(normalizer)
+    if encoded and content:
+        return state.keys[..., : q.shape[-1]], state.keys[..., q.shape[-1] :]
+    return state.keys if encoded else None, state.keys if content else None
+
+
+def _empty_state(rows: Rows, normalizer: str) -> LinearState:
+    counted = _counted_keys(rows, normalizer)
+    batch, heads, _, width = rows.q.shape
+    kv = rows.q.new_zeros(batch, heads, width, rows.v.shape[-1])
+    return LinearState(kv, rows.q.new_zeros(batch, heads, counted.shape[-1]))
 
 
 # --- one step of the recurrence, for a block and for a token ------------------------------------
@@ -669,15 +746,21 @@ def _block(
     """Compute :func:`linear_attention_block` of checked arguments."""
     q, k, v, content, log_decay = rows
     log_decay = _with_cuts(_without_padding(log_decay, padding), starts, q)
+    encoded_keys, content_keys = _keys_of(before, q, normalizer)
+    before = before if encoded_keys is None else before._replace(keys=encoded_keys)
     # while generating: one token needs no chunks and no scores
     advance = _advance_by_one if q.shape[-2] == 1 else _advance
-    numerator, denominator, after = advance(
-        q, k, v, before, log_decay, normalizer == "rotated", transport
+    numerator, encoded, after = advance(
+        q, k, v, before, log_decay, encoded_keys is not None, transport
     )
-    if content is not None:
-        denominator, keys = _content_after(*content, before.keys, starts)
+    unencoded = None
+    if content_keys is not None:
+        decay = log_decay if normalizer == "bounded" else _with_cuts(None, starts, q)
+        unencoded, keys = _content_after(*content, content_keys, decay)
+        keys = keys if encoded_keys is None else torch.cat([after.keys, keys], -1)
         after = after._replace(keys=keys)
-    return _narrow(_divide(numerator, denominator), dtype, normalizer), after
+    out = _divide(numerator, at_least(encoded, unencoded))
+    return _narrow(out, dtype, normalizer), after
 
 
 def _advance(

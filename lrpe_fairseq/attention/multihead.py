@@ -19,6 +19,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention,
     linear_attention_block,
     linear_attention_window,
+    reads_content,
 )
 from lrpe_fairseq.attention.parallel import SplitSequence
 from lrpe_fairseq.attention.projected import (
@@ -82,8 +83,8 @@ class MultiheadAttention(ProjectedAttention):
         position_encoding: a name of ``lrpe_fairseq.encodings.ENCODINGS`` or a composed name.
         causal: True if a token attends only to itself and earlier tokens.
         dropout: on softmax weights; linear attention has none (LRPE, Table 7).
-        normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "content",
-            "layernorm" or "none".
+        normalizer: what linear attention divides by: "rotated" (Eq. 39 of LRPE), "bounded",
+            "content", "layernorm" or "none"; see ``lrpe_fairseq.attention.linear.NORMALIZERS``.
         window: a token attends to the last ``window`` tokens only, itself included; None: to all.
         parts: of the layer beside its encoding, separated by commas ("qk-norm,output-gate"); see
             ``lrpe_fairseq.attention.parts``.
@@ -320,7 +321,7 @@ class MultiheadAttention(ProjectedAttention):
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
         options["dtype"] = self._result_type(v)
         options |= {"starts": tokens.starts, "transport": tokens.transport}
-        if self.normalizer == "content":  # before the encoding replaces q and k
+        if reads_content(self.normalizer):  # before the encoding replaces q and k
             options["content"] = self._content(q, k)
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         in_slots = tokens.first_slot is not None and not keep_state
@@ -337,11 +338,11 @@ class MultiheadAttention(ProjectedAttention):
     ) -> tuple[Tensor, SoftmaxState | None]:
         """Compute :meth:`_linear` with a window; the state holds the last keys of the window.
 
-        For normalizer "content" the features without encoding are appended to the encoded keys.
+        The features without encoding that a normalizer reads are appended to the encoded keys.
         """
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
-        content = [*self._content(q, k)] if self.normalizer == "content" else None
+        content = [*self._content(q, k)] if reads_content(self.normalizer) else None
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         queries = tokens
         keys = tokens
@@ -364,10 +365,12 @@ class MultiheadAttention(ProjectedAttention):
         without the history, which does not grow.
         """
         width = getattr(self.encoding, "feature_dim", self.head_dim)
-        linear, content = self.attention_type == "linear", self.normalizer == "content"
+        linear, content = self.attention_type == "linear", reads_content(self.normalizer)
         if linear and self.window is None:
             heads = self.num_heads // self._group_of_sums
-            return heads * (width * self.head_dim + (self.head_dim if content else width))
+            summed = 0 if self.normalizer == "content" else width
+            summed += self.head_dim if content else 0
+            return heads * (width * self.head_dim + summed)
         kept = length if self.window is None else min(length, max(1, self.window - 1))
         # content features or states stand beside the keys or values of each token
         of_keys = width + (self.head_dim if linear and content else 0)

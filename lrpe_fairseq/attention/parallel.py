@@ -392,12 +392,15 @@ def linear_attention_part(
     part = _carried_part if transport is not None else _part
     with without_autocast(q):
         numerator, denominator = part(
-            sequence, q, k, v, normalizer == "rotated", log_decay, transport, **masks
+            sequence, q, k, v, linear.sums_encoded(normalizer), log_decay, transport, **masks
         )
-        if content is not None:
+        unencoded = None
+        if linear.reads_content(normalizer):
             ones = torch.ones_like(content[1][..., :1])
-            given = sequence, *content, ones, False, None, None
-            denominator = _part(*given, **masks)[0].squeeze(-1)
+            decay = log_decay if normalizer == "bounded" else None
+            given = sequence, *content, ones, False, decay, None
+            unencoded = _part(*given, **masks)[0].squeeze(-1)
+        denominator = linear.at_least(denominator, unencoded)
         return linear.divided(numerator, denominator, dtype or v.dtype, normalizer)
 
 

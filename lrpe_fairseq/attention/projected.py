@@ -330,7 +330,7 @@ class ProjectedAttention(nn.Module):
         return self._scaled(q), k
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features of q and k without encoding, for the normalizer "content"."""
+        """Return the features of q and k without encoding, which some normalizers read."""
         q, k = dispatch.feature_maps(q, k)
         return self._scaled(q), k
 
@@ -342,8 +342,8 @@ class ProjectedAttention(nn.Module):
         if self.normalizer == "rotated":
             _warn_once(
                 f"{self.encoding.name}: the denominator of normalizer 'rotated' is often near "
-                "zero, so float16 gradients overflow; use normalizer 'layernorm' or 'content', or "
-                "bfloat16"
+                "zero, so float16 gradients overflow; use normalizer 'layernorm', 'bounded' or "
+                "'content', or bfloat16"
             )
 
     def _result_type(self, x: Tensor) -> torch.dtype:

@@ -73,13 +73,13 @@ EVERY_NAME = [
 ]
 NORMALIZED = [
     Case(name, "linear", masks, options={"normalizer": normalizer})
-    for normalizer in ("content", "layernorm", "none")
+    for normalizer in ("bounded", "content", "layernorm", "none")
     for name in ("lrpe-type2", "alibi", "gated:path:lrpe-type2")
     for masks in ("", "padding documents")
 ]
 WINDOWS = [
     Case(name, attention_type, masks, options={"window": 4, **options})
-    for attention_type, options in [("linear", {"normalizer": "content"}), ("softmax", {})]
+    for attention_type, options in [("linear", {"normalizer": "bounded"}), ("softmax", {})]
     for name in ("rope", "fox", "path")
     for masks in ("", "padding documents")
 ]

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
+    SHARE,
     linear_attention,
     linear_attention_block,
     linear_attention_naive,
@@ -33,10 +34,15 @@ def example(length, strength=1.0):
     return q, k, draw(B, H, length, E, seed=2), log_decay
 
 
+def bounding(q, k):
+    """Return features without encoding that bound some of the denominators of ``bounded``."""
+    return q.flip(-1) / SHARE, k
+
+
 def recurrence(q, k, v, log_decay, normalizer="rotated", content=None):
     """S <- diag(f_s) S + k_s v_s^T, one token after another."""
     state, keys = torch.zeros(B, H, D, E).double(), torch.zeros(B, H, D).double()
-    plain, out = torch.zeros(B, H, D).double(), []
+    plain, decayed, out = torch.zeros(B, H, D).double(), torch.zeros(B, H, D).double(), []
     for s in range(q.shape[2]):
         f = log_decay[:, :, s].exp()
         state = f.unsqueeze(-1) * state + k[:, :, s, :, None] * v[:, :, s, None]
@@ -47,6 +53,11 @@ def recurrence(q, k, v, log_decay, normalizer="rotated", content=None):
         if normalizer == "content":
             plain = plain + content[1][:, :, s]
             found = found / (content[0][:, :, s] * plain).sum(-1, keepdim=True)
+        if normalizer == "bounded":
+            decayed = f * decayed + content[1][:, :, s]
+            sums = ((x[:, :, s] * y).sum(-1) for x, y in ((q, keys), (content[0], decayed)))
+            own, bound = sums
+            found = found / torch.maximum(own, SHARE * bound).unsqueeze(-1)
         out.append(found)
     return torch.stack(out, 2) if out else v
 
@@ -55,28 +66,29 @@ def recurrence(q, k, v, log_decay, normalizer="rotated", content=None):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_all_forms_and_their_gradients_are_those_of_the_recurrence(length, normalizer):
     q, k, v, log_decay = given = [x.requires_grad_() for x in example(length)]
-    content = (q, k) if normalizer == "content" else None
+    content = bounding(q, k)
     own = {"normalizer": normalizer, "content": content}
     wanted = recurrence(q, k, v, log_decay, normalizer, content)
     weight = draw(*wanted.shape, seed=5)
     forms = (linear_attention, linear_attention_naive)
     found = [form(q, k, v, causal=True, log_decay=log_decay, **own) for form in forms]
-    expected = torch.autograd.grad((wanted * weight).sum(), given, materialize_grads=True)
+    options = {"materialize_grads": True, "retain_graph": True}  # all forms share content
+    expected = torch.autograd.grad((wanted * weight).sum(), given, **options)
     for out in found:
         torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-10)
         if length:
-            grads = torch.autograd.grad((out * weight).sum(), given, materialize_grads=True)
+            grads = torch.autograd.grad((out * weight).sum(), given, **options)
             torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 def test_pieces_of_any_size_continue_from_the_state(normalizer):
     q, k, v, log_decay = example(3 * CHUNK + 5)
-    wanted = recurrence(q, k, v, log_decay, normalizer, (q, k))
+    wanted = recurrence(q, k, v, log_decay, normalizer, bounding(q, k))
     state, parts = None, []
     for first, last in itertools.pairwise([0, 1, 2, 20, 36, 37, 53]):
         part = slice(first, last)
-        content = (q[:, :, part], k[:, :, part]) if normalizer == "content" else None
+        content = [x[:, :, part] for x in bounding(q, k)]
         own = {"normalizer": normalizer, "content": content}
         out, state = linear_attention_block(
             *(x[:, :, part] for x in (q, k, v)), state=state, log_decay=log_decay[:, :, part], **own

@@ -198,7 +198,7 @@ def test_documents_padding_blocks_and_memories_serve_grouped_queries(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention_type", ["linear", "softmax"])
-@pytest.mark.parametrize("normalizer", ["rotated", "content", "layernorm", "none"])
+@pytest.mark.parametrize("normalizer", ["rotated", "bounded", "content", "layernorm", "none"])
 def test_score_scale_is_the_factor_of_every_score(attention_type, normalizer):
     """A factor of the queries in softmax attention, and of their features in linear attention."""
     scaled, plain = (
@@ -218,7 +218,7 @@ def test_score_scale_is_the_factor_of_every_score(attention_type, normalizer):
 
         with mock.patch.object(plain.encoding, "encode_both", scaled_queries):
             expected = plain.attend(inputs())[0]
-    if normalizer == "content" and attention_type == "linear":
+    if normalizer in ("bounded", "content") and attention_type == "linear":
         expected = plain.attend(inputs())[0]  # the factor is also that of the denominator
     torch.testing.assert_close(scaled.attend(inputs())[0], expected, **SAME)
 

@@ -1,10 +1,14 @@
 """Every form of linear attention against the naive one."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
 from lrpe_fairseq.attention.linear import (
     NORMALIZERS,
+    SHARE,
     attend_to_memory,
     linear_attention,
     linear_attention_block,
@@ -25,8 +29,12 @@ def example(length, dtype=torch.float64, keys=None):
     generator = torch.Generator().manual_seed(length)
     keys = keys or length
     sizes = ((length, D), (keys, D), (keys, E), (length, D), (keys, D))
-    drawn = (torch.rand((BATCH, HEADS, *s), generator=generator, dtype=dtype) for s in sizes)
-    return [x.requires_grad_() for x in drawn]
+    q, k, v, *content = (
+        torch.rand((BATCH, HEADS, *s), generator=generator, dtype=dtype) for s in sizes
+    )
+    # about half of the denominators of "bounded" are at their bound
+    content = [x / SHARE**0.5 for x in content]
+    return [x.requires_grad_() for x in (q, k, v, *content)]
 
 
 def padding(length):
@@ -307,3 +315,21 @@ def test_an_unknown_normalizer_is_refused_also_with_a_memory_of_sums():
     memory = summed_memory(x, x)
     with pytest.raises(ValueError, match="unknown normalizer 'rotate'; choose one of rotated, "):
         attend_to_memory(x, memory, normalizer="rotate", dtype=x.dtype)
+
+
+def test_bounded_divides_by_the_encoded_sum_or_by_a_share_of_the_sum_without_encoding():
+    """Both sums are written as loops; queries that turn away make the encoded sum negative."""
+    q, k, v, *content = (x.detach() for x in example(9))
+    q[..., 4:, :] *= -1.0
+    content = [x * SHARE**0.5 for x in content]
+    rate = torch.tensor([-0.3, -0.01], dtype=torch.float64)
+    options = {"normalizer": "bounded", "content": content, "log_decay": rate}
+    out = linear_attention(q, k, v, causal=True, **options)
+    for b, h, s in itertools.product(range(BATCH), range(HEADS), range(9)):
+        decays = [math.exp(rate[h] * (s - t)) for t in range(s + 1)]
+        of_token = [(q[b, h, s] @ k[b, h, t]) * decays[t] for t in range(s + 1)]
+        plain = sum(decays[t] * (content[0][b, h, s] @ content[1][b, h, t]) for t in range(s + 1))
+        denominator = max(sum(of_token), plain / 16)
+        assert (denominator == plain / 16) == (s >= 4)
+        wanted = sum(score * v[b, h, t] for t, score in enumerate(of_token)) / denominator
+        torch.testing.assert_close(out[b, h, s], wanted)
