@@ -78,6 +78,28 @@ def test_context_scaling_is_part_of_a_protocols_name_and_sentence():
     }
 
 
+def test_the_normalizer_bounded_is_part_of_a_protocols_name_and_sentence():
+    bounded = Protocol.parse("paired-512+bounded")
+    assert bounded == Protocol("paired", 512, bounded=True)
+    assert bounded.overrides(T) == {"attention_normalizer": "bounded"}
+    assert bounded.sentence(T).endswith("has the normalizer bounded for the evaluation.")
+    both = Protocol.parse("blocks+ntk-4+bounded")
+    assert both.overrides(T) == Protocol.parse("blocks+ntk-4").overrides(T) | bounded.overrides(T)
+    with pytest.raises(ValueError, match="there is no protocol 'blocks"):
+        Protocol.parse("blocks+bounded+bounded-2")
+
+
+def test_bounded_needs_linear_attention_of_the_normalizer_rotated():
+    wanted = [Protocol.parse("blocks+bounded")]
+    linear = {"model.position_encoding": "rope", "model.attention_type": "linear,softmax"}
+    lm.require_positions(linear, 256, wanted)
+    lm.require_positions({**linear, "model.attention_normalizer": "rotated"}, 256, wanted)
+    softmax = {**linear, "model.attention_type": "softmax"}
+    for other in (softmax, {**linear, "model.attention_normalizer": "rotated,content"}):
+        with pytest.raises(UserError, match="attention of the normalizer rotated, which this"):
+            lm.require_positions(other, 256, wanted)
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 63, 64, 65, 1000])
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_token_is_scored_once_with_the_context_of_the_protocol(name, tokens):

@@ -57,8 +57,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.length < 1:
         parser.error("--length must be at least 1")
     for protocol in map(Protocol.parse, options.protocols):
-        if protocol.kind == REPEATED or protocol.scaling != "none":
-            parser.error("n-grams have neither repeated spans nor rotations to scale")
+        if protocol.kind == REPEATED or protocol.changes_model:
+            parser.error("n-grams have no repeated spans, rotations to scale or normalizers")
     return options
 
 

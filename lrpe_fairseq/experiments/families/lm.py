@@ -12,7 +12,7 @@ from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records import checkpoints, fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import first_shard, relative
-from lrpe_fairseq.experiments.records.protocols import BLOCKS, SLIDING, Protocol
+from lrpe_fairseq.experiments.records.protocols import BLOCKS, BOUNDED, SLIDING, Protocol
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.devices import BIN
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell, written_by
@@ -105,7 +105,7 @@ def measure(
 
 
 def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence[Protocol]) -> None:
-    """Refuse a protocol that is longer than learned positions, or scales rotations without any.
+    """Refuse a protocol that is longer than learned positions, or changes what a model lacks.
 
     options: of the training, by dotted key. Sinusoidal positions have any length.
     Raises: UserError.
@@ -115,6 +115,11 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
         raise UserError(
             f"position encoding {', '.join(names)} has no rotations to scale: evaluate it without "
             "context scaling"
+        )
+    if any(p.bounded for p in wanted) and not _divides_by_sums(options):
+        raise UserError(
+            "+bounded evaluates linear attention of the normalizer rotated, which this model does "
+            "not have in all linear layers: evaluate it without +bounded"
         )
     # Refused before the training: it would be found after hours.
     longest = max((protocol.longest for protocol in wanted), default=0)
@@ -126,6 +131,15 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
             f"a model with learned absolute positions has none beyond the {trained} tokens of its "
             f"training, so it cannot be evaluated at {longest}: use sinusoidal positions or none"
         )
+
+
+def _divides_by_sums(options: Mapping[str, Any]) -> bool:
+    """True if a layer has linear attention, and no layer another normalizer than ``rotated``."""
+    normalizers = patterns.values(options.get("model.attention_normalizer") or "rotated")
+    return "linear" in patterns.values(options["model.attention_type"]) and set(normalizers) <= {
+        "rotated",
+        BOUNDED,
+    }
 
 
 def evaluation_command(

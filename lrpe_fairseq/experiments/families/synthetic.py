@@ -13,7 +13,7 @@ from typing import ClassVar
 from lrpe_fairseq.experiments.data import synthetic
 from lrpe_fairseq.experiments.data.folders import manifest
 from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED, parse_validation
-from lrpe_fairseq.experiments.records.protocols import BLOCKS, Protocol
+from lrpe_fairseq.experiments.records.protocols import BLOCKS, BOUNDED, Protocol
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run
 from lrpe_fairseq.experiments.runner.processes import RunFailed, Shell
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -24,6 +24,7 @@ WHOLE_PROTOCOL = (
     "is the fraction of sequences without a wrong scored token, token_accuracy that of the scored "
     "tokens; loss is in bits per scored token."
 )
+BOUNDED_PROTOCOL = "Linear attention has the normalizer bounded, for this evaluation only."
 SCALED_PROTOCOL = "{whole} {scaling} scales the rotations, for this evaluation only, by {factor:g}."
 MAX_TOKENS = 4096  # tokens per batch of an evaluation
 
@@ -46,7 +47,7 @@ class SyntheticRun(TrainingRun):
         """Return accuracies and loss of every split of ``evaluations``.
 
         Protocols are ``whole`` and, with rotations that are scaled for the evaluation, such as
-        ``whole+yarn-4``. Each is evaluated in one process.
+        ``whole+yarn-4``. Each is evaluated in one process. ``+bounded`` is that of language models.
         """
         metrics: Run = {split: {} for split, _ in self.evaluations}
         names = list(dict.fromkeys(name for _, name in self.evaluations))
@@ -80,6 +81,8 @@ def scaling_of(name: str) -> Protocol:
 def sentence(name: str) -> str:
     """Return what a protocol does, in a sentence or two."""
     scaled = scaling_of(name)
+    if scaled.bounded:
+        return f"{sentence(name.removesuffix(f'+{BOUNDED}'))} {BOUNDED_PROTOCOL}"
     if scaled.scaling == "none":
         return WHOLE_PROTOCOL
     return SCALED_PROTOCOL.format(whole=WHOLE_PROTOCOL, **vars(scaled))

@@ -16,7 +16,8 @@ others have a length of their own, in their names:
 
 ``+SCALING-F`` after any of them scales the rotations of the model for the evaluation only:
 ``blocks-512+yarn-4`` is ``--context-scaling yarn --context-factor 4``. The factors of ``longrope``
-are those of the model, or those given to ``eval_lm``.
+are those of the model, or those given to ``eval_lm``. ``+bounded`` at the end evaluates linear
+attention that was trained with the normalizer ``rotated`` with ``bounded``.
 """
 
 import itertools
@@ -43,8 +44,9 @@ Metrics = Mapping[str, float]
 FORMS = (
     "blocks, sliding, blocks-L, tail-L, tail-L-W, paired-L, truncated-L, positions-L, documents-L, "
     "repeated-D, each also with context scaling by a factor F: +linear-F, +ntk-F, +yarn-F, "
-    "+yarn-printed-F, +llama3-F, +dynamic-F, +longrope-F"
+    "+yarn-printed-F, +llama3-F, +dynamic-F, +longrope-F; and with +bounded for that normalizer"
 )
+BOUNDED = "bounded"
 NAMES = "linear|ntk|yarn|yarn-printed|llama3|dynamic|longrope"
 SCALED = re.compile(rf"({NAMES})-([1-9]\d*(?:\.\d*[1-9])?)")
 """What follows ``+`` in the name of a protocol with context scaling."""
@@ -62,7 +64,8 @@ class Window(NamedTuple):
 class Protocol:
     """One protocol; see the module. ``length``: L, or 0 for the length of training. ``step``: W.
 
-    scaling, factor: context scaling for the evaluation; "none" for that of the training.
+    scaling, factor: context scaling for the evaluation; "none" for that of the training. bounded:
+    True for the normalizer ``bounded`` in place of ``rotated``.
     """
 
     kind: str
@@ -70,14 +73,17 @@ class Protocol:
     step: int = 0
     scaling: str = "none"
     factor: float = 1.0
+    bounded: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "Protocol":
         """Return the protocol ``name``. Raises: ValueError, which lists the forms, for others.
 
         >>> Protocol.parse("tail-2048")
-        Protocol(kind='tail', length=2048, step=128, scaling='none', factor=1.0)
+        Protocol(kind='tail', length=2048, step=128, scaling='none', factor=1.0, bounded=False)
         """
+        if name.endswith(f"+{BOUNDED}"):
+            return replace(cls.parse(name.removesuffix(f"+{BOUNDED}")), bounded=True)
         plain, _, scaled = name.partition("+")
         if match := SCALED.fullmatch(scaled):
             return replace(cls.parse(plain), scaling=match[1], factor=float(match[2]))
@@ -102,11 +108,16 @@ class Protocol:
 
         trained: T, from which the context is scaled. factors: ``longrope_factors``.
         """
-        if self.scaling == "none":
-            return {}
-        context = {"scaling": self.scaling, "factor": self.factor, "length": trained}
-        found = {f"context_{name}": value for name, value in context.items()}
+        found: dict[str, Any] = {"attention_normalizer": BOUNDED} if self.bounded else {}
+        if self.scaling != "none":
+            context = {"scaling": self.scaling, "factor": self.factor, "length": trained}
+            found |= {f"context_{name}": value for name, value in context.items()}
         return found | ({"longrope_factors": factors} if self.scaling == "longrope" else {})
+
+    @property
+    def changes_model(self) -> bool:
+        """True if the model is evaluated with other options than it was trained with."""
+        return self.scaling != "none" or self.bounded
 
     @property
     def is_paired(self) -> bool:
@@ -158,6 +169,9 @@ class Protocol:
 
     def sentence(self, trained: int) -> str:
         """Describe the protocol for a model trained on blocks of ``trained`` tokens."""
+        if self.bounded:
+            plain = replace(self, bounded=False).sentence(trained)
+            return f"{plain} Linear attention has the normalizer bounded for the evaluation."
         if self.scaling != "none":
             plain = replace(self, scaling="none", factor=1.0).sentence(trained)
             return (
@@ -251,7 +265,7 @@ def holds_to(measured: Mapping[str, Metrics], length: int) -> int | None:
     :data:`BREAK` nats above that of the training length, and ``length`` if there is none.
     """
     known = map(Protocol.parse, measured)
-    lengths = sorted(p.length for p in known if p.kind == PAIRED and p.scaling == "none")
+    lengths = sorted(p.length for p in known if p.kind == PAIRED and not p.changes_model)
     if length not in lengths:
         return None
     trained, *longer = lengths
