@@ -28,6 +28,42 @@ def followed_by_every_symbol(context, symbols=SYMBOLS):
     return [np.append(context, symbol) for symbol in range(symbols)]
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(40, 8), (43, 8), (0, 8), (7, 8), (1, 1)])
+def test_random_blocks_are_whole_blocks_of_the_text_in_its_order(tokens, length):
+    train = np.arange(203)
+    found, starts = ngrams.random_blocks(train, tokens, length)
+    assert len(found) == tokens
+    assert (np.diff(found) > 0).all()
+    assert (starts == 1 + np.flatnonzero(np.diff(found) > 1)).all()
+    by_block = Counter((found // length).tolist())
+    # the last block is cut, and so is the end of the text
+    assert sum(n < length for n in by_block.values()) <= (tokens % length > 0) + 1
+    assert (found == ngrams.random_blocks(train, tokens, length)[0]).all()
+    if tokens > length:
+        assert (found != train[:tokens]).any()
+
+
+def test_all_tokens_of_a_text_are_the_text_in_one_piece():
+    for tokens in (203, 1000):
+        found, starts = ngrams.random_blocks(np.arange(203), tokens, 8)
+        assert (found == np.arange(203)).all()
+        assert not len(starts)
+
+
+def test_no_n_gram_reads_from_one_piece_into_the_next():
+    """Counts of pieces are those of texts apart, between symbols that occur nowhere else."""
+    whole, starts, symbols = text(60), np.array([17, 18, 40]), SYMBOLS
+    keys, ids = ngrams.count_keys(whole, symbols, 4, starts)
+    pieces = np.split(whole, starts)
+    for order in range(1, 5):
+        wanted = Counter(
+            tuple(piece[n : n + order]) for piece in pieces for n in range(len(piece) - order + 1)
+        )
+        known = ids[order - 1][ids[order - 1] != ngrams.UNSEEN]
+        assert sorted(Counter(known.tolist()).values()) == sorted(wanted.values())
+        assert keys.size(order) == (symbols if order == 1 else len(wanted))
+
+
 @pytest.fixture(scope="module")
 def model():
     return ngrams.KneserNey(text(1500), SYMBOLS, orders=4)
@@ -176,7 +212,8 @@ def test_the_command_writes_the_perplexities_on_the_tokens_of_every_protocol(
     validate(run)
     assert (run["dataset"], run["config"]["ngrams.tokens"]) == ("letters-char", 2000)
     train, test = (corpus.read_tokens(data / "bin" / split) for split in ("train", "test"))
-    model = ngrams.KneserNey(train[:2000], SYMBOLS)
+    blocks, starts = ngrams.random_blocks(train, 2000, 8)
+    model = ngrams.KneserNey(blocks, SYMBOLS, starts=starts)
     every = model.probabilities(test)
     for name in ("blocks-8", "paired-64"):
         windows = Protocol.parse(name).windows(len(test), 8)

@@ -45,7 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ngrams", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("data", type=Path, help="a folder of data-prep, or its bin")
-    add("--tokens", type=int, metavar="N", help="first training tokens (default: all)")
+    add("--tokens", type=int, metavar="N", help="training tokens, in random blocks (default: all)")
     add("--length", type=int, default=512, metavar="T", help="tokens of a model's training blocks")
     add("--splits", nargs="+", default=list(SPLITS), metavar="SPLIT")
     add("--protocols", nargs="+", default=["blocks"], metavar="PROTOCOL", help=f"of {FORMS}")
@@ -63,7 +63,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _show(wanted: ngrams.Yardstick, run: Run) -> None:
-    print(f"{run['dataset']}, first {wanted.tokens:,} tokens, blocks of {wanted.length}:")
+    print(f"{run['dataset']}, {wanted.tokens:,} tokens, blocks of {wanted.length}:")
     for split, by_protocol in run["metrics"].items():
         for name, metrics in by_protocol.items():
             orders = [metrics[f"ppl-{order}"] for order in range(1, ngrams.ORDERS + 1)]

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 ORDERS = 6
+DRAW = 1
+"""Seed of the random blocks."""
 CACHE_ORDERS = (1, 2, 3)
 STEPS = 50
 """Steps of the fit of a mixture by expectation-maximization."""
@@ -22,6 +24,28 @@ Ints = np.ndarray
 Floats = np.ndarray
 UNSEEN = -1
 """Id of an n-gram that the counted text lacks, or that begins before a text."""
+
+
+# --- the counted text ----------------------------------------------------------------------------
+
+
+def random_blocks(text: Ints, tokens: int, length: int) -> tuple[Ints, Ints]:
+    """Return ``tokens`` tokens of a text in random blocks, in its order, and where pieces begin.
+
+    A training of less than one epoch reads random blocks of ``length`` tokens. Blocks that follow
+    each other are one piece. All tokens: the text itself, in one piece.
+    """
+    chosen = np.random.default_rng(DRAW).permutation(-(-len(text) // length))
+    taken = np.zeros(len(text), bool)
+    left = min(tokens, len(text))
+    for block in chosen:
+        size = min(left, length, len(text) - block * length)
+        taken[block * length : block * length + size] = True
+        left -= size
+        if not left:
+            break
+    places = np.flatnonzero(taken)
+    return text[places], 1 + np.flatnonzero(np.diff(places) > 1)
 
 
 # --- counts --------------------------------------------------------------------------------------
@@ -53,7 +77,7 @@ class Keys:
         """Return by order, from 1 on, the id of the n-gram that ends at every token, (N,)."""
         by_order = [text.astype(np.int64)]
         for table in self.tables:
-            keys, whole = _keys(by_order[-1], text, self.symbols)
+            keys, whole = _keys(preceding(by_order[-1]), text, self.symbols)
             place = np.searchsorted(table, keys)
             # searchsorted returns the end for a key above all others; any valid place will do,
             # because the keys are compared.
@@ -62,10 +86,13 @@ class Keys:
         return by_order
 
 
-def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]:
+def count_keys(
+    text: Ints, symbols: int, orders: int, starts: Ints | None = None
+) -> tuple[Keys, list[Ints]]:
     """Return the n-grams of a text, and :meth:`Keys.ids` of it.
 
-    symbols: size of the vocabulary. Raises: ValueError if the text has other symbols.
+    symbols: size of the vocabulary. starts: places where pieces begin; no n-gram reads the end of
+    one piece and the start of the next. Raises: ValueError if the text has other symbols.
     """
     # Another dictionary would give keys that mean other n-grams.
     if len(text) and not 0 <= text.min() <= text.max() < symbols:
@@ -73,7 +100,9 @@ def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]
     keys = Keys(symbols)
     by_order = [text.astype(np.int64)]
     for _ in range(2, orders + 1):
-        ngram_keys, whole = _keys(by_order[-1], text, symbols)
+        before = preceding(by_order[-1])
+        before[[] if starts is None else starts] = UNSEEN
+        ngram_keys, whole = _keys(before, text, symbols)
         table, places = np.unique(ngram_keys[whole], return_inverse=True)
         ids = np.full(len(text), UNSEEN, np.int64)
         ids[whole] = places
@@ -82,18 +111,17 @@ def count_keys(text: Ints, symbols: int, orders: int) -> tuple[Keys, list[Ints]]
     return keys, by_order
 
 
-def _keys(shorter: Ints, text: Ints, symbols: int) -> tuple[Ints, Ints]:
+def _keys(before: Ints, text: Ints, symbols: int) -> tuple[Ints, Ints]:
     """Return the keys of the n-grams that end at every token, and which are whole and seen.
 
-    shorter: the ids of the n-grams of one order less that end at every token.
+    before: the ids of the n-grams of one order less that end before every token.
     """
-    before = preceding(shorter)
     return before * symbols + text, before != UNSEEN
 
 
 def preceding(ids: Ints) -> Ints:
-    """Return the id at the token before every token: that of its context."""
-    return np.concatenate([[UNSEEN], ids[:-1]]) if len(ids) else ids
+    """Return the id at the token before every token: that of its context. It is a copy."""
+    return np.concatenate([[UNSEEN], ids[:-1]]) if len(ids) else ids.copy()
 
 
 # --- Kneser-Ney ----------------------------------------------------------------------------------
@@ -115,14 +143,17 @@ class Level:
 class KneserNey:
     """Interpolated modified Kneser-Ney models of the orders 1 to ``orders``, of one text.
 
+    starts: places where pieces of the text begin; see :func:`count_keys`.
     p(w | h) = max(c(hw) - D(c(hw)), 0) / sum_v c(hv) + rest(h) p(w | h'), where h' is h without its
     first symbol. c counts in the highest order, and below it the different symbols before hw. D has
     one value for the counts 1, 2, and 3 or more. Below order 1 all symbols are equally likely. A
     context that the text lacks leaves p to the order below. O(N log N) per order.
     """
 
-    def __init__(self, text: Ints, symbols: int, orders: int = ORDERS) -> None:
-        self.keys, ids = count_keys(text, symbols, orders)
+    def __init__(
+        self, text: Ints, symbols: int, orders: int = ORDERS, starts: Ints | None = None
+    ) -> None:
+        self.keys, ids = count_keys(text, symbols, orders, starts)
         self._highest = []
         self._below = []
         for order in range(1, orders + 1):
@@ -132,7 +163,7 @@ class KneserNey:
             if order < orders:
                 before = np.empty(self.keys.size(order + 1), np.int64)
                 longer, shorter = ids[order], ids[order - 1]
-                # A token near the start of the text has no longer n-gram.
+                # A token near the start of a piece has no longer n-gram.
                 whole = longer != UNSEEN
                 before[longer[whole]] = shorter[whole]  # of each longer n-gram: without its first
                 self._below.append(self._level(order, np.bincount(before, minlength=size)))

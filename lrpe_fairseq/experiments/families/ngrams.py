@@ -1,7 +1,8 @@
 """Measure n-grams on the tokens, splits and protocols of language models, as run files.
 
-A run file is ``results/runs/ngrams/<dataset>-<tokens>-in-<T>.json``: n-grams of the first
-``ngrams.tokens`` training tokens, on what models with blocks of T tokens are evaluated on.
+A run file is ``results/runs/ngrams/<dataset>-<tokens>-in-<T>.json``: n-grams of ``ngrams.tokens``
+training tokens in random blocks of T tokens, as models read them in less than an epoch, on what
+models with such blocks are evaluated on.
 """
 
 import itertools
@@ -36,7 +37,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Yardstick:
-    """N-grams of the first ``tokens`` training tokens of ``data``, for models with blocks of T.
+    """N-grams of ``tokens`` training tokens of ``data``, for models with blocks of T.
 
     length: T. evaluations: pairs of split and protocol.
     """
@@ -69,12 +70,16 @@ class Corpus:
 
 
 class Fitted:
-    """N-grams of the first ``tokens`` training tokens, and p of the held-out tokens, kept."""
+    """N-grams of ``tokens`` training tokens, and p of the held-out tokens, kept.
 
-    def __init__(self, texts: Corpus, tokens: int) -> None:
+    length: of the random blocks, T.
+    """
+
+    def __init__(self, texts: Corpus, tokens: int, length: int) -> None:
         self.texts = texts
-        self.tokens = tokens
-        self._model = ngrams.KneserNey(texts.split("train")[:tokens], texts.symbols)
+        self.counted = tokens, length
+        text, starts = ngrams.random_blocks(texts.split("train"), tokens, length)
+        self._model = ngrams.KneserNey(text, texts.symbols, starts=starts)
         self._alone: dict[str, np.ndarray] = {}
         self._mixtures: dict[int, ngrams.Mixture] = {}
         self._mixed: dict[tuple[str, int], np.ndarray] = {}
@@ -137,11 +142,10 @@ def measure(wanted: Sequence[Yardstick]) -> Iterator[Run]:
     """Yield the run files of yardsticks of one data folder; one model is in memory at a time."""
     texts = Corpus(wanted[0].data) if wanted else None
     fit = None
-    # Ascending in tokens: equal ones share a fit.
     for one in wanted:
         begun = time.monotonic()
-        if fit is None or fit.tokens != one.tokens:
-            fit = Fitted(texts, one.tokens)
+        if fit is None or fit.counted != (one.tokens, one.length):
+            fit = Fitted(texts, one.tokens, one.length)
         metrics: Run = {}
         for split, name in one.evaluations:
             metrics.setdefault(split, {})[name] = scores(fit, one, split, name)
@@ -162,6 +166,7 @@ def _record(wanted: Yardstick, metrics: Run, there: int, seconds: float) -> Run:
         "protocol": {name: _sentence(name, wanted.length) for name in names},
         "config": {
             "ngrams.tokens": wanted.tokens,
+            "ngrams.draw": ngrams.DRAW,
             "ngrams.corpus": there,
             "ngrams.orders": ngrams.ORDERS,
             "task.tokens_per_sample": wanted.length,
@@ -218,6 +223,6 @@ def _sentence(name: str, length: int) -> str:
 
 
 def by_hand(data: Path, tokens: int | None, length: int, evaluations: Evaluations) -> Yardstick:
-    """Return a yardstick of all training tokens of a data folder, or of the first ``tokens``."""
+    """Return a yardstick of all training tokens of a data folder, or of ``tokens`` of them."""
     there = int(corpus.row_lengths(first_shard(data) / "train").sum())
     return Yardstick(data, min(tokens or there, there), length, tuple(sorted(evaluations)))
