@@ -298,7 +298,7 @@ def warn_about_longer_texts(attention: MultiheadAttention) -> None:
     if attention.has_denominators and encoding.turns and encoding.forget_gate is None:
         _warn_once(
             f"position encoding {encoding.name!r} with attention normalizer 'rotated' can fail on "
-            "texts longer than those of training: for these pass --attention-normalizer content "
+            "texts longer than those of training: for these pass --attention-normalizer bounded "
             "(docs/choosing.md)"
         )
 

@@ -32,8 +32,8 @@ CURVES = {
                 "KERPLE-log", "FoX, open", "Type2, gated, open", "stick-breaking"],
 }  # fmt: skip
 GROUPS = {
-    "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "angles", "contrast",
-                        "budget", "medium", "books", "tmlr-table2", "tmlr-table5", "table5",
+    "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "angles", "bounded",
+                        "contrast", "budget", "medium", "books", "tmlr-table2", "tmlr-table5", "table5",
                         "hybrid-lm", "packed", "context-scaling", "parts", "dependent"],
     "Masked language models and GLUE": ["table8", "table3", "tmlr-table1-pretrain", "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],

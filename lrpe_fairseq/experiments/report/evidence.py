@@ -49,6 +49,8 @@ CONTENT = Pair("linear", "content", "Type2, content", "RoPE, content")
 LAYERNORM = Pair("linear", "layernorm", "Type2-LN", "RoPE-LN")
 BARE = Pair("linear", "none", "Type2, none", "RoPE, none")
 SOFTMAX = Pair("softmax", "", "Type2", "RoPE")
+BOUNDED = Pair("linear", "bounded", "Type2, bounded", "RoPE, bounded")
+BOUNDED_FLOORED = Pair("linear", "bounded, floor", "Type2, floor, bounded", "RoPE, floor, bounded")
 FLOORED = Pair("linear", "rotated, floor", "Type2, floor", "RoPE, floor")
 FLOORED_CONTENT = Pair("linear", "content, floor", "Type2, content, floor", "RoPE, content, floor")
 FLOORED_LAYERNORM = Pair("linear", "layernorm, floor", "Type2-LN, floor", "RoPE-LN, floor")
@@ -67,6 +69,13 @@ PLACES = (
         scale="small",
         columns=("paired-128", "paired-512", "paired-2048"),
         pairs=(FLOORED_SOFTMAX, FLOORED, FLOORED_CONTENT, FLOORED_LAYERNORM),
+    ),
+    Place(
+        name="WikiText-2, 1,800 updates, bounded",
+        table="bounded",
+        scale="small",
+        columns=("paired-128", "paired-512", "paired-2048"),
+        pairs=(BOUNDED, BOUNDED_FLOORED),
     ),
     Place(
         name="WikiText-2, 1,800 updates, sinusoidal positions too",
@@ -88,6 +97,13 @@ PLACES = (
         scale="long",
         columns=("paired-128", "paired-512", "paired-2048"),
         pairs=(FLOORED,),
+    ),
+    Place(
+        name="WikiText-2, 16,200 updates, bounded",
+        table="bounded",
+        scale="long",
+        columns=("paired-128", "paired-512", "paired-2048"),
+        pairs=(BOUNDED,),
     ),
     Place(
         name="WikiText-2, 16,200 updates",
