@@ -73,6 +73,20 @@ def test_a_second_call_repeats_no_step(text, tmp_path, capsys):
     assert capsys.readouterr().out.count("already done") == 4
 
 
+def test_data_of_another_text_or_vocabulary_are_not_overwritten(text, tmp_path, capsys):
+    data = tmp_path / "data"
+    prepare(text, "--dest", data, "--vocabulary", VOCABULARY)
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    other = tmp_path / "other.txt"
+    other.write_text(text_of(200, 5), encoding="utf-8")
+    capsys.readouterr()
+    assert prepare(other, "--dest", data, "--vocabulary", VOCABULARY) != 0
+    assert "was made from another text: choose another --dest" in capsys.readouterr().err
+    assert prepare(text, "--dest", data, "--vocabulary", VOCABULARY + 1) != 0
+    assert "at bpe320 level, not data at bpe321 level: choose another" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("content", "files", "vocabulary", "sentence"),
     [
@@ -82,7 +96,7 @@ def test_a_second_call_repeats_no_step(text, tmp_path, capsys):
             b"one line\n",
             1,
             VOCABULARY,
-            "has too few lines to be split: its train split has no words",
+            "is too short to be split at line ends: its train split has no words",
         ),
         (
             b"text\n",

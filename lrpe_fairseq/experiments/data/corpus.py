@@ -441,15 +441,24 @@ class Steps:
         there = {key: self.old.get(key, value) for key, value in self.head.items()}
         if there != self.head:
             raise UserError(
-                f"{dest} contains {there['corpus']} at {there['level']} level: "
-                f"choose another --dest, or delete it."
+                f"{dest} contains {there['corpus']} at {there['level']} level, not {corpus} at "
+                f"{level} level: choose another --dest, or delete it."
+            )
+
+    def require_same(self, name: str, reads: Mapping[str, Any]) -> None:
+        """Raise UserError if the destination is complete and a step read something else for it."""
+        known = self.old.get("steps", {}).get(name, {}).get("reads")
+        # Models that were trained on these data would be evaluated on others.
+        if "splits" in self.old and known not in (None, self._fingerprints(reads)):
+            raise UserError(
+                f"{self.dest} was made from another text: choose another --dest, or delete it."
             )
 
     def run(
         self, name: str, reads: Mapping[str, Any], writes: Sequence[Path], make: Callable[[], None]
     ) -> None:
         """Run ``make`` unless its inputs ``reads`` and outputs ``writes`` are unchanged."""
-        inputs = {key: self._fingerprint(value) for key, value in sorted(reads.items())}
+        inputs = self._fingerprints(reads)
         steps = self.old.get("steps", {})
         # Outputs count too: a step whose file was deleted or damaged runs again.
         if steps.get(name) == {"reads": inputs, "writes": self._outputs(writes)}:
@@ -489,6 +498,9 @@ class Steps:
 
     def _outputs(self, writes: Sequence[Path]) -> dict[str, str]:
         return {str(path.relative_to(self.dest)): self._fingerprint(path) for path in writes}
+
+    def _fingerprints(self, reads: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self._fingerprint(value) for key, value in sorted(reads.items())}
 
     @staticmethod
     def _fingerprint(value: Any) -> Any:

@@ -30,8 +30,8 @@ def prepare(
         vocabulary: the number of pieces, those of the 256 bytes among them.
         workers: processes that cut and binarize.
 
-    Raises: UserError if a file is missing, empty or not UTF-8, or the text is too short for the
-        splits or for the vocabulary.
+    Raises: UserError if a file is missing, empty or not UTF-8, if the text is too short for the
+        splits or for the vocabulary, or if ``dest`` has the data of another text.
     """
     if len(files) not in (1, 3):
         raise UserError(
@@ -84,6 +84,7 @@ def run_split(steps: prep.Steps, files: Sequence[Path]) -> dict[str, Path]:
             prep.write_lines(documents[split], [f"0\t{split}"])
 
     reads = reads if len(files) == 3 else {"text": files[0], "held out": HELD_OUT}
+    steps.require_same("split", reads)
     steps.run("split", reads, [*texts.values(), *documents.values()], make)
     return texts
 
@@ -101,8 +102,8 @@ def cut(lines: Sequence[str], source: Path) -> dict[str, Sequence[str]]:
     for split, part in splits.items():
         if not any(part):
             raise UserError(
-                f"{source} has too few lines to be split: its {split} split has no words. "
-                "Give three files, or a text with shorter lines."
+                f"{source} is too short to be split at line ends: its {split} split has no words. "
+                "Give a longer text, one with shorter lines, or three files."
             )
     return splits
 
