@@ -242,11 +242,9 @@ def linear_attention(
     Args:
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E), encoded features; S = T if causal.
         causal: True if s attends to t <= s only. key_padding_mask: (B, S), true at keys to ignore.
-        normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be close
-            to zero or negative, often for Type 8 and beyond the training length; it is clamped to
-            :data:`EPS`.
-        content: features (q, k) without encoding, of equal width, for the normalizers ``content``
-            and ``bounded``; for the latter with a decay of every feature as wide as q.
+        normalizer: one of :data:`NORMALIZERS`. Trap: with ``rotated`` a denominator may be near 0
+            or negative (Type 8; texts longer than in training); it is clamped to :data:`EPS`.
+        content: features (q, k) without encoding, of equal width, if :func:`reads_content`.
         log_decay: logarithm of a decay, at most 0; -inf means 0. The score of (s, t) is multiplied
             by exp(sum of log_decay over t+1..s). (H,): constant. (B, H, T): per token, causal only;
             set to 0 at padding. (B, H, T, D): of every feature, likewise; without a transport.
