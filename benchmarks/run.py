@@ -26,6 +26,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "table9": lambda o: training.measure(o.device, o.tokens, o.rounds, o.dtype, o.names),
     "tmlr-table6": lambda o: training.measure_table6(o.device, o.tokens, o.rounds, o.dtype),
     "stacks": lambda o: training.measure_stacks(o.device, o.tokens, o.rounds, o.dtype),
+    "normalizers": lambda o: training.measure_normalizers(o.device, o.tokens, o.rounds, o.dtype),
     "compiled-steps": lambda o: training.measure_compiled(o.device, o.tokens, o.rounds, o.dtype),
     "phases": lambda o: phases.measure(o.device),
 }

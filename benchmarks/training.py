@@ -15,6 +15,7 @@ from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from benchmarks.timing import Timing, contest
+from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.encodings import ENCODINGS, encoding_class
 from lrpe_fairseq.models.language_model import LRPELanguageModel, LRPELanguageModelConfig
 from lrpe_fairseq.models.masked_lm import LRPERobertaConfig, LRPERobertaModel
@@ -63,6 +64,8 @@ STACKS = {
 COMPILED = ("rope", "lrpe-type2", "fox")
 """Encodings whose compiled steps are timed."""
 STACK_LENGTHS = (512, 2048)
+ROTATIONS = ("rope", "lrpe-type2")
+"""Encodings whose steps are timed with every normalizer."""
 
 
 def measure(
@@ -138,6 +141,26 @@ def measure_stacks(
             chosen = {"row": label, "length": length, "encoding": encoding}
             chosen |= {"attention": attention, "normalizer": normalizer}
             rows.append({**chosen, **speeds(counted, timings[label], timings["RoPE"])})
+    return rows
+
+
+def measure_normalizers(
+    device: str, tokens: int, rounds: int, dtype: torch.dtype = torch.float32
+) -> list[dict]:
+    """Rows of {encoding, normalizer, seconds, spread, tokens_per_second, relative_speed, ...}.
+
+    Steps of ``lrpe_lm`` with linear attention, relative to the normalizer ``rotated``.
+    """
+    rows = []
+    for name in ROTATIONS:
+        steps = {
+            normalizer: step("lm", name, "linear", device, tokens, dtype, normalizer)
+            for normalizer in NORMALIZERS
+        }
+        timings = contest(steps, rounds)
+        for normalizer in NORMALIZERS[1:]:
+            chosen = {"encoding": name, "normalizer": normalizer}
+            rows.append({**chosen, **speeds(tokens, timings[normalizer], timings[DENOMINATOR])})
     return rows
 
 

@@ -132,6 +132,9 @@ def _values(results: Results) -> dict[str, Callable]:
         "speed": partial(speed.speed, results.root, "cuda"),
         "cpu_speed": partial(speed.speed, results.root, "cpu"),
         "stack_speed": partial(speed.value, results.root, "stacks", "cpu", "relative_speed"),
+        "normalizer_speed": partial(
+            speed.value, results.root, "normalizers", "cpu", "relative_speed"
+        ),
         "gpu_rate": partial(speed.rate, results.root),
     }
 

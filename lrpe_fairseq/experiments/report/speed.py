@@ -48,6 +48,9 @@ def pages(root: Path) -> dict[str, str]:
         **releases(root),
         forms=measured("attention", "cuda", root),
         doctor=doctor(root),
+        with_normalizers=list(
+            dict.fromkeys(r["normalizer"] for r in measured("normalizers", "cpu", root))
+        ),
         stacks=[r for r in measured("stacks", "cpu", root) if r["length"] == 512][1:],
     )
     return {PAGE: text, **{f"{RESULTS}/{part}.csv": csv_of(root, part) for part in parts}}
