@@ -413,6 +413,44 @@ def test_after_a_truncated_checkpoint_the_newest_one_that_loads_is_resumed(tmp_p
     assert all("\n" not in line for line in said)
 
 
+def validated(path, updates, loss, best):
+    """A checkpoint whose validation has this loss, after a best one of ``best``."""
+    extra = {"val_loss": loss, "best": best, "previous_training_time": 1.0}
+    return checkpoint(path, updates, extra_state=extra)
+
+
+@pytest.mark.parametrize("best", ["older", "truncated", "absent"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_best_checkpoint_that_a_kill_left_behind_is_the_best_one_after_resuming(
+    tmp_path, best, later
+):
+    """fairseq was killed after checkpoint_1_900.pt, before its copies; or, once, resumed since."""
+    path = validated(tmp_path / checkpoints.BEST, 450, 5.5, 5.5)
+    if best == "truncated":
+        path.write_bytes(path.read_bytes()[:1000])
+    if best == "absent":
+        path.unlink()
+    validated(tmp_path / "checkpoint_1_900.pt", 900, 5.0, 5.0)
+    last = (1350, 5.2, 5.0) if later else (450, 5.5, 5.5)
+    validated(tmp_path / checkpoints.LAST, *last)
+    said = []
+    assert checkpoints.ready_to_resume(tmp_path, said.append) == (1350 if later else 900)
+    assert said[-1] == (
+        "checkpoint_best.pt was not the best: it is checkpoint_1_900.pt now, update 900"
+    )
+    assert checkpoints.updates(checkpoints.load_sound(path)) == 900
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("value", [(5.2, 5.0), (None, 5.0), (None, None)])
+def test_a_best_checkpoint_stays_if_no_later_one_is_better(tmp_path, value):
+    validated(tmp_path / checkpoints.BEST, 450, 5.0, 5.0)
+    validated(tmp_path / "checkpoint_1_450.pt", 450, 5.0, 5.0)
+    validated(tmp_path / checkpoints.LAST, 900, *value)
+    assert checkpoints.ready_to_resume(tmp_path, pytest.fail) == 900
+    assert checkpoints.updates(checkpoints.load(tmp_path / checkpoints.BEST)) == 450
+
+
 class FakeJob:
     """Runs ``script`` with Python in its folder; finished once that has written ``done``."""
 

@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,8 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
     If it is damaged or not the newest, it is replaced by the undamaged checkpoint of ``folder``
     with the most updates. If there is none, it is renamed to ``checkpoint_last.pt.refused``, 0 is
     returned, and training starts over. Averages have no optimizer state and are never resumed.
+
+    ``checkpoint_best.pt`` is replaced if the training has a better checkpoint.
     """
     last = folder / LAST
     resumable = _resumable(folder, say)
@@ -124,14 +127,39 @@ def ready_to_resume(folder: Path, say: Callable[[str], None]) -> int:
             last.replace(last.with_name(f"{LAST}.refused"))
             say(f"no checkpoint can be loaded; {LAST}.refused is the last; training starts over")
         return 0
-    path = max(resumable, key=resumable.get)  # the first of several
-    seen = resumable[path]
+    path = max(resumable, key=lambda path: resumable[path].updates)  # the first of several
+    seen = resumable[path].updates
     if path != last:
-        # Copied, not renamed: the periodic checkpoint may still be averaged or shared.
-        with open(path, "rb") as content, atomic_write(last, "wb") as file:
-            shutil.copyfileobj(content, file, 1 << 20)
+        _copy(path, last)
         say(f"resuming from {path.name}, update {seen}")
+    _restore_best(folder, resumable, resumable[path].best, say)
     return seen
+
+
+def _restore_best(
+    folder: Path, saved: Mapping[Path, "_Saved"], value: Any, say: Callable[[str], None]
+) -> None:
+    """Make ``checkpoint_best.pt`` the checkpoint whose validation has the best value so far.
+
+    fairseq copies a checkpoint to ``checkpoint_best.pt`` after writing it. If it is killed between
+    the two, the resumed training knows the value and would never write that file again.
+
+    saved: the undamaged checkpoints. value: the best one that the resumed checkpoint knows; None
+    without a validation.
+    """
+    best = folder / BEST
+    # Of equal values fairseq takes the last one.
+    reached = [path for path in saved if value is not None and saved[path].loss == value]
+    path = max(reached, key=lambda path: saved[path].updates, default=best)
+    if path != best and (best not in saved or saved[best].updates < saved[path].updates):
+        _copy(path, best)
+        say(f"{BEST} was not the best: it is {path.name} now, update {saved[path].updates}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a checkpoint: the other one may still be averaged or shared, so it is not renamed."""
+    with open(source, "rb") as content, atomic_write(target, "wb") as file:
+        shutil.copyfileobj(content, file, 1 << 20)
 
 
 def average(paths: Sequence[Path], target: Path) -> None:
@@ -237,9 +265,21 @@ def _started_in(checkpoint: Path, save_dir: str) -> list[Path]:
     return [Path.cwd(), ROOT]
 
 
-def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
-    """Return {path: updates} of the undamaged checkpoints; ``checkpoint_last.pt`` comes first."""
-    updates_of = {}
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint says of its training.
+
+    loss: the value of its own validation. best: the best value so far. None if it has none.
+    """
+
+    updates: int
+    loss: Any
+    best: Any
+
+
+def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, _Saved]:
+    """Return the undamaged checkpoints by their paths; ``checkpoint_last.pt`` comes first."""
+    saved = {}
     for path in sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.name != LAST):
         try:
             state = load_sound(path)
@@ -247,10 +287,11 @@ def _resumable(folder: Path, say: Callable[[str], None]) -> dict[Path, int]:
             say(str(error))
             continue
         if state.get("last_optimizer_state", {}) is not None:
-            updates_of[path] = updates(state)
+            extra = state.get("extra_state") or {}
+            saved[path] = _Saved(updates(state), extra.get("val_loss"), extra.get("best"))
         elif path.name != AVERAGED:
             say(f"{path} is an average of checkpoints and is not resumed")
-    return updates_of
+    return saved
 
 
 def _mean(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
