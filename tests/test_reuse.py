@@ -63,6 +63,32 @@ def test_rows_of_equal_methods_are_trained_once(table):
     assert labels == [(label, config) for label in ("Base", "Type2") for config in both]
 
 
+def warmed_up(table, **by_label):
+    """Runs of rows with these updates of warm-up, in columns of 200 and 300 and in one without."""
+    option = "lr_scheduler.warmup_updates"
+    base, first = table().row("Base"), table().columns[0]
+    columns = [replace(first, key=f"{n}", overrides={option: n}) for n in (200, 300)]
+    rows = [replace(base, label=k, overrides={option: n}) for k, n in by_label.items()]
+    changed = replace(table(), rows=rows, columns=[*columns, first], options={option: 200})
+    return families.runs(changed, "small", [1])
+
+
+def test_columns_that_override_an_option_of_their_row_have_runs_of_their_own(table):
+    runs = warmed_up(table, Slow=400)
+    assert {run.folder.name: run.settings().lr_scheduler.warmup_updates for run in runs} == {
+        "small-Slow-linear-warmup-updates=200-seed1": 200,
+        "small-Slow-linear-warmup-updates=300-seed1": 300,
+        "small-Slow-linear-seed1": 400,
+    }
+
+
+def test_cells_of_different_settings_do_not_share_a_run(table):
+    with pytest.raises(
+        ValueError, match="would share the run lengths/small-A_B-linear-seed1: give"
+    ):
+        warmed_up(table, **{"A B": 400, "A+B": 500})
+
+
 def test_a_run_of_another_name_of_its_method_is_finished(tmp_path):
     run = a_run(tmp_path, position_encoding="lrpe-tmlr-type3")
     config = trained(run)

@@ -91,15 +91,23 @@ def runs(table: Table, scale: str, seeds: Sequence[int]) -> list[TrainingRun]:
     A cell that also occurs in another table of ``table.experiments`` with the same configuration
     uses that table's run, with the evaluations that this table shows too.
 
-    Raises: ValueError if the table lacks the scale, no family trains it, or the data of a column's
-        configuration are not its data set.
+    Raises: ValueError if the table lacks the scale, no family trains it, the data of a column's
+        configuration are not its data set, or two cells with different settings have one name.
     """
     config_of(table, scale)
     others = (load_named(name).with_scales([scale]) for name in table.experiments[1:])
     tables = (table, *others)
     homes = _homes([other.at(scale) for other in tables if scale in other.scales], scale)
     made = (_runs_of(owner, cell, scale, seed) for seed in seeds for owner, cell in homes)
-    named = {run.name: run for run in itertools.chain.from_iterable(made)}
+    named: dict[str, TrainingRun] = {}
+    for run in itertools.chain.from_iterable(made):
+        other = named.setdefault(run.name, run)
+        if dataclasses.replace(run, evaluations=other.evaluations) != other:
+            raise ValueError(
+                f"two cells of table {table.name} with different settings would share the run "
+                f"{run.name}: give their rows labels that differ in letters or digits"
+            )
+        named[run.name] = run
     return list(named.values())  # columns that separate learning rates share their runs
 
 

@@ -258,8 +258,9 @@ def _cell(table: Table, row: Row, column: Column) -> Cell:
     options = tuple(sorted(chosen.items(), key=lambda option: short(option[0])))
     # The usual values stay out of file names, which would be too long.
     changed = tuple((k, v) for k, v in options if v != table.options[k])
+    of_row = {**table.options, **row.overrides}
     named = [column.dataset] if column.config else []
-    named += [f"{short(k)}={v}" for k, v in changed if k not in row.overrides]
+    named += [f"{short(k)}={v}" for k, v in options if v != of_row[k]]
     return Cell(
         key=key_at(table, row, column),
         label=row.label,
