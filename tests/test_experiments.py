@@ -543,7 +543,13 @@ def test_a_run_is_started_only_if_the_longest_one_would_fit(tmp_path, events, ca
     assert "1 left for the next call" in capsys.readouterr().out
 
 
-def test_the_pack_has_the_results_of_this_call_and_all_logs(tmp_path, events, monkeypatch):
+def packed(root, target):
+    """The paths in a pack of runs under ``root``."""
+    with tarfile.open(target) as tar:
+        return {Path(name).relative_to(str(root)[1:]).as_posix() for name in tar.getnames()}
+
+
+def test_the_pack_has_the_results_of_finished_runs_and_all_logs(tmp_path, events, monkeypatch):
     jobs = fakes(tmp_path, a=DONE, b="exit(1)")
     for job in jobs:
         job.result = job.folder / "done"
@@ -551,9 +557,18 @@ def test_the_pack_has_the_results_of_this_call_and_all_logs(tmp_path, events, mo
         (job.folder / "base-small.json").write_text("{}")
     target = tmp_path / "out" / "new.tar"
     assert run_fakes(monkeypatch, tmp_path, jobs, pack=target) == 1
-    with tarfile.open(target) as tar:
-        names = {Path(name).relative_to(str(tmp_path)[1:]).as_posix() for name in tar.getnames()}
-    assert names == {"a/done", "a/base-small.json", "a/train.log", "b/train.log"}
+    assert packed(tmp_path, target) == {"a/done", "a/base-small.json", "a/train.log", "b/train.log"}
+
+
+def test_the_pack_of_a_later_call_has_the_runs_of_earlier_ones_too(tmp_path, monkeypatch):
+    jobs = fakes(tmp_path, a=DONE, b=DONE)
+    for job in jobs:
+        job.result = job.folder / "done"
+    target = tmp_path / "out" / "new.tar"
+    (jobs[0].folder / "done").touch()
+    for _ in range(2):  # one call trains b, the next one nothing
+        assert run_fakes(monkeypatch, tmp_path, jobs, pack=target) == 0
+        assert packed(tmp_path, target) == {"a/done", "b/done"}
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monkeypatch, capsys):

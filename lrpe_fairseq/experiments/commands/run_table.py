@@ -85,6 +85,8 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
     """Run ``chosen`` on this machine, then render the tables or pack the run files."""
     events = schedule.Events(ROOT / "runs" / options.table / "events.log")
     devices = schedule.shares(min(options.jobs, len(chosen)), options.gpus)
+    # Also of earlier calls: this one writes their pack again.
+    earlier = [run.result for run in chosen if run.finished()] if options.pack else []
     minutes = math.inf if options.minutes is None else options.minutes
     # What is left for work: stopping, saving and packing take their part of the minutes.
     seconds = begun + 60 * minutes - grace() - CLOSING_SECONDS - time.monotonic()
@@ -94,15 +96,18 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
         results.append(run.result)
         if options.pack:
             with contextlib.suppress(OSError):  # the last call says so
-                _pack(options.pack, results)
+                _pack(options.pack, [*earlier, *results])
 
     work = schedule.Schedule(chosen, devices, events, seconds=seconds, finished=finished)
     try:
         failed = work.run()
     finally:
         if options.pack:
+            known = {*earlier, *results}
+            # Another process may have finished some.
+            done = [run.result for run in chosen if run.result in known or run.finished()]
             logs = [path for run in chosen for path in sorted(run.folder.glob("*.log"))]
-            _pack(options.pack, results, logs)
+            _pack(options.pack, done, logs)
     if not options.pack:  # pages need libraries that a lent machine may lack
         failed = report.render(options.table, results) or failed
     events.say(f"{options.table}: {format_duration(time.monotonic() - begun)} in total")
@@ -198,7 +203,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--gpus", type=int, metavar="G", help="GPUs per run (default: all with --jobs 1, else 1)")
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--minutes", type=float, metavar="M", help="end after M minutes; the most important first")
-    add("--pack", type=Path, metavar="FILE.tar", help="put the new run files there; no pages")
+    add("--pack", type=Path, metavar="FILE.tar", help="put the finished run files there; no pages")
     add("--dry-run", action="store_true", help="print the training commands, or the jobs")
     add("--status", action="store_true", help="print the progress of every run, and the time left")
     add(
