@@ -36,8 +36,9 @@ from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys, mac
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
-from lrpe_fairseq.experiments.records.runs import write_run
+from lrpe_fairseq.experiments.records.runs import read_run, write_run
 from lrpe_fairseq.experiments.records.tables import load_table
+from lrpe_fairseq.experiments.report import docs
 from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule, slurm
 from lrpe_fairseq.experiments.runner.processes import RunFailed
 from lrpe_fairseq.kernels import loader
@@ -456,6 +457,7 @@ class FakeJob:
 
     def __init__(self, folder, script):
         self.folder, self.script, self.name = folder, script, folder.name
+        self.result = folder / "run.json"
         folder.mkdir()
 
     def outcome(self):
@@ -552,23 +554,43 @@ def packed(root, target):
 def test_the_pack_has_the_results_of_finished_runs_and_all_logs(tmp_path, events, monkeypatch):
     jobs = fakes(tmp_path, a=DONE, b="exit(1)")
     for job in jobs:
-        job.result = job.folder / "done"
+        write_run(job.result, a_record())
         (job.folder / "train.log").write_text(job.name)
-        (job.folder / "base-small.json").write_text("{}")
     target = tmp_path / "out" / "new.tar"
     assert run_fakes(monkeypatch, tmp_path, jobs, pack=target) == 1
-    assert packed(tmp_path, target) == {"a/done", "a/base-small.json", "a/train.log", "b/train.log"}
+    assert packed(tmp_path, target) == {"a/run.json", "a/train.log", "b/train.log"}
 
 
 def test_the_pack_of_a_later_call_has_the_runs_of_earlier_ones_too(tmp_path, monkeypatch):
     jobs = fakes(tmp_path, a=DONE, b=DONE)
     for job in jobs:
-        job.result = job.folder / "done"
+        write_run(job.result, a_record())
     target = tmp_path / "out" / "new.tar"
     (jobs[0].folder / "done").touch()
     for _ in range(2):  # one call trains b, the next one nothing
         assert run_fakes(monkeypatch, tmp_path, jobs, pack=target) == 0
-        assert packed(tmp_path, target) == {"a/done", "b/done"}
+        assert packed(tmp_path, target) == {"a/run.json", "b/run.json"}
+
+
+def test_packs_of_machines_with_other_bases_are_read_together_and_stored_as_differences(
+    tmp_path, monkeypatch
+):
+    kept = {}
+    for name in ("one", "two"):
+        path = tmp_path / name / "results" / "runs" / "trial" / f"{name}.json"
+        # The first run of each machine is its base.
+        write_run(path, a_record(config={"model._name": name, "optimization.clip_norm": 1.0}))
+        kept[f"trial/{name}.json"] = read_run(path)
+        monkeypatch.setattr(run_table, "relative", lambda p, at=tmp_path / name: p.relative_to(at))
+        run_table._pack(tmp_path / f"{name}.tar", [path])
+        with tarfile.open(tmp_path / f"{name}.tar") as tar:
+            tar.extractall(tmp_path / "checkout", filter="data")
+    runs = tmp_path / "checkout" / "results" / "runs"
+    assert run_files.read_runs(runs) == kept
+    docs.write(tmp_path / "checkout", (), dict)
+    assert run_files.read_runs(runs) == kept
+    stored = {path.name: json.loads(path.read_text()) for path in run_files.run_files(runs)}
+    assert [run["config"] for run in stored.values()] == [{}, {"model._name": "two"}]
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, events, monkeypatch, capsys):

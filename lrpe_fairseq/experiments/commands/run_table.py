@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import dataclasses
+import io
+import json
 import math
 import os
 import re
@@ -26,7 +28,6 @@ from lrpe_fairseq.experiments.families import (
 )
 from lrpe_fairseq.experiments.families.float16 import divides_by_almost_zero
 from lrpe_fairseq.experiments.records import precision
-from lrpe_fairseq.experiments.records.bases import bases_in
 from lrpe_fairseq.experiments.records.console import FAILED, command, format_duration
 from lrpe_fairseq.experiments.records.files import (
     ROOT,
@@ -36,6 +37,7 @@ from lrpe_fairseq.experiments.records.files import (
     require_writable,
 )
 from lrpe_fairseq.experiments.records.methods import rows_named
+from lrpe_fairseq.experiments.records.runs import read_run
 from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import estimate, schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
@@ -115,10 +117,17 @@ def _run_here(chosen: Sequence[TrainingRun], options: argparse.Namespace, begun:
 
 
 def _pack(target: Path, results: Sequence[Path], logs: Sequence[Path] = ()) -> None:
-    """Write run files, with the bases of their configurations, and logs to a tar, whole."""
-    homes = sorted({path.parent for path in results})
+    """Write run files, with their whole configurations, and logs to a tar, whole.
+
+    Where it is unpacked the bases of the run files may be others.
+    """
     with atomic_write(target, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-        for path in (*results, *(base for home in homes for base in bases_in(home)), *logs):
+        for path in results:
+            content = json.dumps(read_run(path), sort_keys=True).encode()
+            entry = tar.gettarinfo(path, relative(path))
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+        for path in logs:
             tar.add(path, relative(path))
 
 

@@ -19,11 +19,6 @@ Run = dict[str, Any]
 PREFIX = "base-"
 
 
-def bases_in(folder: Path) -> list[Path]:
-    """Return the bases of the run files of a folder."""
-    return sorted(folder.glob(f"{PREFIX}*.json"))
-
-
 def _home(run_file: Path, scale: str) -> Path:
     """Return the path of the base of a run file."""
     return run_file.parent / f"{PREFIX}{scale}.json"
@@ -49,7 +44,7 @@ def packed(run: Run, target: Path) -> Run:
 
 def unpacked(run: Run, source: Path) -> Run:
     """Return a run with its whole configuration. Raises: ValueError without base and equal hash."""
-    # An evaluation by hand, which has its whole configuration.
+    # An evaluation by hand, or a file of a pack, which has its whole configuration.
     if "config_hash" not in run:
         return run
     path = _home(source, str(run.get("scale")))

@@ -7,7 +7,8 @@ This module does not need fairseq.
 A file holds in ``config`` what differs from ``base-<scale>.json`` of its folder, in ``without`` the
 keys of the base that it lacks, and in ``config_hash`` a hash of the whole configuration. The first
 run of a scale writes the base, which never changes: a later edit of a YAML or of a default does not
-reinterpret a run. An evaluation by hand has its whole configuration in its file.
+reinterpret a run. An evaluation by hand has its whole configuration in its file, and so has a run
+file in a pack of another machine, until the pages are rendered.
 """
 
 import json
@@ -110,16 +111,30 @@ def read_run(path: Path | str) -> Run:
     return run
 
 
+def run_files(root: Path | str) -> list[Path]:
+    """Return the paths of the run files under ``root`` (``results/runs``), sorted."""
+    # Files of a writer that was killed begin with a dot.
+    skipped = (".", bases.PREFIX)
+    return [p for p in sorted(Path(root).rglob("*.json")) if not p.name.startswith(skipped)]
+
+
+def shorten(root: Path | str) -> None:
+    """Store what run files under ``root`` have whole as differences from the bases beside them.
+
+    A pack of another machine has whole configurations: its base may be another one.
+    """
+    for path in run_files(root):
+        if b'"config_hash"' not in path.read_bytes():
+            write_run(path, read_run(path))
+
+
 def read_runs(root: Path | str) -> dict[str, Run]:
     """Return every run under ``root`` (``results/runs``) by relative path, sorted.
 
     Raises: ValueError for an invalid run file, or one in another experiment's folder.
     """
     runs = {}
-    for path in sorted(Path(root).rglob("*.json")):
-        # Files of a writer that was killed begin with a dot.
-        if path.name.startswith((".", bases.PREFIX)):
-            continue
+    for path in run_files(root):
         name = path.relative_to(root).as_posix()
         runs[name] = read_run(path)
         if runs[name]["experiment"] != name.split("/")[0]:

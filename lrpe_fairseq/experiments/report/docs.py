@@ -13,6 +13,7 @@ from types import ModuleType
 
 from lrpe_fairseq.experiments.records.console import command, refused_without
 from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.runs import shorten
 
 try:
     from lrpe_fairseq.experiments.report import choosing, data, drift, gallery, pages, sheets, speed
@@ -87,8 +88,12 @@ def main_of_table(table: str, new: Collection[str] = (), root: Path = ROOT) -> i
 
 
 def write(root: Path, parts: Iterable[str], drawn: Callable[[], dict[str, Draw]]) -> int:
-    """Write the pages of ``parts`` and the pictures that ``drawn`` returns; return 0."""
+    """Write the pages of ``parts`` and the pictures that ``drawn`` returns; return 0.
+
+    Run files of an unpacked ``--pack`` are stored as the others are.
+    """
     print("docs: reading the runs", flush=True)
+    shorten(root / "results" / "runs")
     texts = render(root, parts)
     drawings = drawn()  # before anything is written
     for path, text in texts.items():
