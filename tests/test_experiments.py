@@ -32,7 +32,7 @@ from lrpe_fairseq.experiments.data.synthetic import Recipe
 from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
-from lrpe_fairseq.experiments.records import checkpoints, fairseq_log, keys, machine, methods
+from lrpe_fairseq.experiments.records import bases, checkpoints, fairseq_log, keys, machine, methods
 from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
@@ -279,6 +279,15 @@ def test_a_run_is_finished_when_its_run_file_validates_not_when_a_folder_exists(
     write_run(one_run.result, a_record(config=trained(one_run)))
     assert one_run.finished()
     assert schedule.state(one_run) == "done, test blocks ppl 50.00"
+
+
+@pytest.mark.parametrize("base", ["", "{", '{"model._name": "another"}'])
+def test_a_run_whose_base_is_lost_is_not_trained_again(one_run, base):
+    write_run(one_run.result, a_record(config=trained(one_run)))
+    path = one_run.result.with_name("base-small.json")
+    path.write_text(base) if base else path.unlink()
+    with pytest.raises(bases.BaseError, match=r"base-small\.json.*: restore"):
+        one_run.finished()
 
 
 INCIDENTAL = {  # where a run writes, how it logs and loads

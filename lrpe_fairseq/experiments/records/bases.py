@@ -19,6 +19,10 @@ Run = dict[str, Any]
 PREFIX = "base-"
 
 
+class BaseError(ValueError):
+    """The base of a run file is missing or another one; the run file itself may be whole."""
+
+
 def _home(run_file: Path, scale: str) -> Path:
     """Return the path of the base of a run file."""
     return run_file.parent / f"{PREFIX}{scale}.json"
@@ -43,20 +47,26 @@ def packed(run: Run, target: Path) -> Run:
 
 
 def unpacked(run: Run, source: Path) -> Run:
-    """Return a run with its whole configuration. Raises: ValueError without base and equal hash."""
+    """Return a run with its whole configuration. Raises: BaseError without base and equal hash."""
     # An evaluation by hand, or a file of a pack, which has its whole configuration.
     if "config_hash" not in run:
         return run
     path = _home(source, str(run.get("scale")))
     if not path.exists():
-        raise ValueError(f"its base {path.name} is missing: restore it from the repository")
+        raise BaseError(f"its base {path.name} is missing: restore it from the repository")
     missing = set(run.pop("without", ()))
     config_hash = run.pop("config_hash")
-    base = _read(path, path.stat().st_mtime_ns)
+    try:
+        base = _read(path, path.stat().st_mtime_ns)
+    except ValueError as error:
+        raise BaseError(f"{error}: restore it from the repository") from error
     config = {key: value for key, value in base.items() if key not in missing} | run["config"]
     # The hash finds a base that was edited after its runs, which would change what they say.
     if _digest(config) != config_hash:
-        raise ValueError(f"its config_hash does not agree with its config and {path.name}")
+        raise BaseError(
+            f"its config_hash does not agree with its config and {path.name}: restore both from "
+            "the repository, or delete the run file to train it again"
+        )
     return {**run, "config": config}
 
 

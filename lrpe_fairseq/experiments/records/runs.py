@@ -101,13 +101,18 @@ def _stored(run: Run, path: Path) -> Run:
 
 
 def read_run(path: Path | str) -> Run:
-    """Read a run file. Raises: ValueError, which names the file, if it is invalid."""
+    """Read a run file.
+
+    Raises: ValueError, which names the file, if it is invalid; BaseError, which is one, if it is
+        invalid because of its base.
+    """
     try:
         run = json.loads(Path(path).read_text(encoding="utf-8"))
         run = bases.unpacked(run, Path(path)) if isinstance(run, dict) else run
         validate(run)
     except ValueError as error:
-        raise ValueError(f"{path} is not a run file: {error}") from error
+        kind = bases.BaseError if isinstance(error, bases.BaseError) else ValueError
+        raise kind(f"{path} is not a run file: {error}") from error
     return run
 
 

@@ -26,6 +26,7 @@ from lrpe_fairseq.experiments.records import (
     provenance,
     runs,
 )
+from lrpe_fairseq.experiments.records.bases import BaseError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
 from lrpe_fairseq.experiments.records.machine import environment
@@ -287,9 +288,15 @@ class TrainingRun(ABC):
         return known is not None and not self.missing(known)
 
     def recorded(self) -> Run | None:
-        """Return the run file if it is valid and has the current settings and data."""
+        """Return the run file if it is valid and has the current settings and data.
+
+        Raises: BaseError if the base of the run file is missing or another one.
+        """
         try:
             run = read_run(self.result)
+        except BaseError:
+            # The run is finished; trained again, its base would be lost for all others.
+            raise
         # A damaged run file is written again from the checkpoint.
         except (OSError, ValueError):
             return None
