@@ -513,11 +513,14 @@ class LRPEForMaskedLM(LRPEPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **unknown: Any,
     ) -> MaskedLMOutput:
         """Compute the logits (B, T, V) of the symbol at each token; see :class:`LRPEModel`.
 
-        labels: int64 (B, T), the symbols, -100 where no loss is wanted.
+        Args:
+            labels: int64 (B, T), the symbols, -100 where no loss is wanted.
+            num_items_in_batch: what the sum of losses is divided by; None: the number of labels.
         """
         found = self.model(
             input_ids,
@@ -529,5 +532,10 @@ class LRPEForMaskedLM(LRPEPreTrainedModel):
         logits = self.lm_head(found.last_hidden_state)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=found.hidden_states)

@@ -8,8 +8,10 @@ import copy
 from argparse import Namespace
 
 import torch
+import transformers
 from fairseq import tasks
 from omegaconf import OmegaConf
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families import build
@@ -208,3 +210,43 @@ def test_an_exported_roberta_has_the_logits_of_fairseq_bit_for_bit(options):
 def test_a_bidirectional_encoder_has_no_cache():
     with pytest.raises(ValueError, match="a bidirectional encoder has no cache"):
         exported_masked(**MASKED["softmax"]).model.model(random_words(1, 4), use_cache=True)
+
+
+def test_a_masked_model_learns_the_same_if_transformers_trainer_accumulates_gradients(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    labels = random_words(8, 12)
+    rows = [{"input_ids": row, "labels": row.clone()} for row in labels]
+    for length, row in enumerate(rows, 2):  # other numbers of labels in each batch
+        row["labels"][length:] = -100
+
+    def step(batches):
+        """The parameters and the loss after an update of 8 rows, in so many batches."""
+        model = copy.deepcopy(exported_masked(**MASKED["softmax"]).model)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8 // batches,
+            gradient_accumulation_steps=batches,
+            max_steps=1,
+            learning_rate=1.0,
+            optim="sgd",
+            max_grad_norm=0.0,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        loss = transformers.Trainer(model, arguments, train_dataset=rows).train().training_loss
+        return list(model.parameters()), loss
+
+    (whole, loss), (accumulated, same) = step(1), step(4)
+    assert same == pytest.approx(loss, rel=1e-4)
+    for one, other in zip(whole, accumulated, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_the_loss_of_a_masked_model_is_the_mean_over_its_labels_without_a_count():
+    model, labels = exported_masked(**MASKED["softmax"]).model, random_words(2, 12)
+    labels[:, 5:] = -100
+    out = model(random_words(2, 12, seed=1), labels=labels)
+    expected = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(out.loss, expected)
