@@ -125,6 +125,26 @@ def test_changes_that_a_training_can_have_name_a_folder_below_by_hand():
     assert not set(run.folder.name) & set(" ()/[]")
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("model.attention_window=64,128", "model.attention_window=64_128"),
+        ("model.position_encoding=rope,alibi", "model.position_encoding=rope:alibi"),
+    ],
+)
+def test_other_changes_have_other_folders(one, other):
+    def folder(change):
+        return train_row._run(train_row._parse(["images", "RoPE", "linear", change])).folder
+
+    assert folder(one) == folder(one)
+    assert folder(one) != folder(other)
+
+
+def test_a_folder_of_plain_changes_is_named_by_them_alone():
+    run = train_row._run(train_row._parse(["images", "RoPE", "linear", "model.dropout=0.2"]))
+    assert run.folder.name.endswith("-model.dropout=0.2")
+
+
 def test_an_evaluation_needs_a_place_for_its_result_before_it_begins(tmp_path):
     (tmp_path / "file").write_text("")
     parser = by_hand.arguments("it", "Evaluate.")

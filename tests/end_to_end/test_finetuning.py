@@ -259,6 +259,22 @@ def test_only_the_checkpoints_of_its_table_fill_table_3(seed, monkeypatch):
     assert all(home in run.result.parents for run in finetune_glue._finetunings(options))
 
 
+def test_checkpoints_in_folders_of_one_name_are_fine_tuned_apart(tmp_path, monkeypatch):
+    known = {"attention_type": "linear", "position_encoding": "rope", "label": "rope"}
+    monkeypatch.setattr(finetune_glue, "source_of", lambda path: {"checkpoint": path, **known})
+    (tmp_path / "same").symlink_to("a")
+
+    def folders(*path):
+        given = str(tmp_path.joinpath(*path))
+        options = finetune_glue._parse([given, "RTE", "--scale", "small"])
+        return {run.folder for run in finetune_glue._finetunings(options)}
+
+    first = folders("a", "exp", "checkpoints", checkpoints.BEST)
+    assert first == folders("same", "exp", "checkpoints", checkpoints.BEST)
+    assert first.isdisjoint(folders("b", "exp", "checkpoints", checkpoints.BEST))
+    assert first.isdisjoint(folders("a", "exp", "checkpoints", checkpoints.LAST))
+
+
 @pytest.mark.parametrize("pretrained", ["softmax"], indirect=True)
 def test_the_command_begins_with_the_pretrained_weights_and_says_what_came_out(
     pretrained, tasks, tmp_path, monkeypatch, capsys

@@ -17,6 +17,7 @@ from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import FAILED, command
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import BY_HAND
+from lrpe_fairseq.experiments.records.tables import digest_of_text
 from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
@@ -100,7 +101,9 @@ def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"
     if options.checkpoint.absolute().match(str(ROOT / first)):
         return made  # of the table; other checkpoints are fine-tuned by hand
-    homes = [ROOT / "runs" / BY_HAND / table.name / run.folder.name for run in made]
+    # Many checkpoints lie in folders of one name, or beside each other.
+    which = digest_of_text(str(options.checkpoint.resolve()))
+    homes = [ROOT / "runs" / BY_HAND / table.name / f"{r.folder.name}-{which}" for r in made]
     return [replace(r, folder=f, result=f / "run.json") for r, f in zip(made, homes, strict=True)]
 
 

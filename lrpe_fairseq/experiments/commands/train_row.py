@@ -17,7 +17,7 @@ from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.methods import row_named
 from lrpe_fairseq.experiments.records.runs import BY_HAND
-from lrpe_fairseq.experiments.records.tables import file_name
+from lrpe_fairseq.experiments.records.tables import unambiguous
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.devices import Devices, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import locked
@@ -119,6 +119,6 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     for key in ELSEWHERE.keys() & changes.keys():
         raise ValueError(f"{key} cannot be changed here: {ELSEWHERE[key]}")
     identity.require_known(run.settings(), changes)
-    name = file_name("-".join([run.folder.name, *options.changes]))
+    name = unambiguous("-".join([run.folder.name, *options.changes]))
     folder = ROOT / "runs" / BY_HAND / table.name / name
     return replace(run, overrides=(*run.overrides, *options.changes), folder=folder)

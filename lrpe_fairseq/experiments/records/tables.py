@@ -7,6 +7,7 @@ and column) has the cell's value in the run's ``config``.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -285,6 +286,20 @@ def short(option: str) -> str:
 def file_name(name: str) -> str:
     """Replace characters other than letters, digits, ``_`` and ``.=-`` by ``_`` for a file name."""
     return re.sub(r"[^\w.=-]", "_", name)
+
+
+def unambiguous(name: str) -> str:
+    """As :func:`file_name`; if that replaces characters, with a digest of ``name`` at its end.
+
+    Two names never have the same file: ``64,128`` and ``64_128`` do not.
+    """
+    plain = file_name(name)
+    return plain if plain == name else f"{plain}-{digest_of_text(name)}"
+
+
+def digest_of_text(text: str) -> str:
+    """Return eight characters for a file name that stand for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _named(items: list[Any], attribute: str, name: str, table: str) -> Any:
