@@ -1,9 +1,12 @@
 """A model that diverged is recorded and shown as diverged, not as an error or as not run."""
 
 import json
+import math
 
 import pytest
+import torch
 
+from lrpe_fairseq.experiments.commands import eval_classifier
 from lrpe_fairseq.experiments.families import lm
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.runs import first_number, read_run, write_run
@@ -39,6 +42,16 @@ def test_a_masked_model_that_is_not_finite_has_diverged(tmp_path, loss):
     ppl = "nan" if loss == "nan" else "inf"
     log.write_text(f'| INFO | valid | {{"valid_loss": "{loss}", "valid_ppl": "{ppl}"}}')
     assert lm.read_validation(log, "valid") == {"diverged": 1}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_classifier_whose_logits_are_not_finite_has_diverged(tmp_path, value):
+    logits = torch.zeros(4, 3)
+    logits[1, 2] = value
+    found = eval_classifier._measured(logits, torch.tensor([0, 2, 1, 0]))
+    assert found == {"diverged": 1, "examples": 4}
+    metrics = {"test": {"accuracy": found}}
+    write_run(tmp_path / "run.json", a_record(metrics=metrics, protocol={"accuracy": "accuracy."}))
 
 
 @pytest.mark.parametrize("exact", [1.58, 2.3251, 8.73672, 8.73748])

@@ -4,12 +4,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import lrpe_fairseq  # noqa: F401  registers the models
 from lrpe_fairseq.criterions.classification import scores
 from lrpe_fairseq.experiments.data import corpus
 from lrpe_fairseq.experiments.families import classification, preparation_of
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import command
+from lrpe_fairseq.experiments.records.fairseq_log import DIVERGED
 from lrpe_fairseq.experiments.records.files import relative
 from lrpe_fairseq.experiments.records.runs import Run
 from lrpe_fairseq.experiments.runner import by_hand
@@ -82,10 +85,19 @@ def evaluate_classifier(
         logits, targets = predictions(
             checkpoint, data, split, lambda model, x: model(**x), overrides
         )
-        metrics[split] = {name: scores(logits, targets)}
+        metrics[split] = {name: _measured(logits, targets)}
     sentence = classification.protocol(data, longest, _cut(data, splits, longest))
     sentence += f" Images have {image_size} pixels." if image_size else ""
     return by_hand.record(checkpoint, data, metrics, {name: sentence})
+
+
+def _measured(logits: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return the scores of logits (N, classes) and classes (N,).
+
+    If the loss is not finite: ``diverged`` and the number of examples.
+    """
+    found = scores(logits, targets)
+    return found if math.isfinite(found["loss"]) else {DIVERGED: 1, "examples": found["examples"]}
 
 
 def _reads_files(trained: Run) -> bool:
