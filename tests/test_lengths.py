@@ -14,6 +14,7 @@ from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import tokens_of
 from lrpe_fairseq.experiments.commands import eval_lm
 from lrpe_fairseq.experiments.families import lm, load_named
+from lrpe_fairseq.experiments.families.lm import LMRun, PretrainingRun
 from lrpe_fairseq.experiments.records import checkpoints
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import commit
@@ -281,6 +282,20 @@ def test_blocks_of_a_model_with_a_memory_are_evaluated_with_the_task_that_carrie
         lm.measure(*given, lambda words, log: seen.append(words))
         words = seen.pop()
         assert words[words.index("--task") + 1] == task
+
+
+@pytest.mark.parametrize("kind", [LMRun, PretrainingRun])
+def test_a_training_whose_batches_count_samples_is_evaluated_in_blocks(kind, tmp_path, monkeypatch):
+    seen: list[list[str]] = []
+    monkeypatch.setattr(lm, "read_evaluation", lambda *_: {})
+    monkeypatch.setattr(lm, "read_validation", lambda *_: {})
+    config = {LMRun: "wikitext2", PretrainingRun: "pretrain-small"}[kind]
+    sizes = ("dataset.max_tokens=null", "dataset.batch_size=4", "task.tokens_per_sample=96")
+    run = trial(tmp_path, kind, config=config, overrides=sizes)
+    run.measure(lambda words, log: seen.append(words))
+    for words in seen:
+        assert words[words.index("--max-tokens") + 1] == "96"
+    assert seen
 
 
 def test_the_loss_holds_to_the_last_context_before_the_first_that_raises_it():

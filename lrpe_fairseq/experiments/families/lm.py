@@ -62,7 +62,7 @@ class LMRun(TrainingRun):
         options = {
             "task._name": settings.task._name,
             "task.tokens_per_sample": self.tokens_per_sample,
-            "dataset.max_tokens": int(settings.dataset.max_tokens),
+            "dataset.max_tokens": settings.dataset.get("max_tokens"),
         }
         best = self.checkpoints / checkpoints.BEST
         return measure(best, self.data, self.evaluations, options, self.folder, run)
@@ -79,7 +79,8 @@ def measure(
     """Return ``metrics`` and ``protocol`` of a checkpoint.
 
     options: of its training, by dotted key; ``model.longrope_factors`` are those of protocols with
-        longrope. folder: of the logs.
+        longrope. If batches counted samples and ``dataset.max_tokens`` is None, one block is
+        evaluated at a time. folder: of the logs.
     Raises: RunFailed if an evaluation fails or did not score every token.
     """
     metrics: Run = {}
@@ -245,8 +246,10 @@ class PretrainingRun(TrainingRun):
     def measure(self, run: Shell) -> Run:
         """Return loss and perplexity of every split of ``evaluations``, with the shared masks."""
         metrics: Run = {}
-        size = str(self.settings().dataset.max_tokens)
-        options = ["--max-tokens", size, "--required-batch-size-multiple", "1"]
+        settings = self.settings()
+        # A training whose batches count samples has none: one block is evaluated at a time.
+        size = settings.dataset.get("max_tokens") or settings.task.tokens_per_sample
+        options = ["--max-tokens", str(size), "--required-batch-size-multiple", "1"]
         options += ["--model-overrides", f"{{'seed': {MASK_SEED}}}"]
         for split, protocol in self.evaluations:
             log = self.folder / f"eval-{split}-{protocol}.log"
