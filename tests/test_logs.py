@@ -80,6 +80,11 @@ def test_a_log_in_the_simple_format_says_what_one_in_json_says(tmp_path, style):
     assert fairseq_log.last_update(simple) == fairseq_log.last_update(json) == 4
 
 
+def test_a_log_whose_speeds_are_all_zero_has_no_speed():
+    inner = {1: {"wps": "0"}, 1800: {"wps": "0"}}
+    assert fairseq_log.TrainingLog(inner, {}).tokens_per_second() is None
+
+
 def test_a_line_that_a_kill_truncated_is_left_out(tmp_path):
     log = written(tmp_path / "log", "simple", FORMATS["fairseq's"])
     whole = log.read_text()

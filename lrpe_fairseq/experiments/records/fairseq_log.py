@@ -55,14 +55,18 @@ class TrainingLog:
             if math.isfinite(float(v.get(metric, "nan")))
         ]
 
-    def tokens_per_second(self) -> float:
-        """Return the median speed after the first tenth. Raises: ValueError for an empty log."""
+    def tokens_per_second(self) -> float | None:
+        """Return the median speed after the first tenth; None if every speed was logged as 0.
+
+        Raises: ValueError for an empty log.
+        """
         if not self.inner:
             raise ValueError("the training log has no train_inner line")
         last = max(self.inner)
         # Not the first tenth: it has compilation, caches and the first touch of memory.
         speeds = [float(v["wps"]) for n, v in self.inner.items() if n > last / 10]
-        return round(statistics.median(speed for speed in speeds if speed > 0), 1)
+        speeds = [speed for speed in speeds if speed > 0]
+        return round(statistics.median(speeds), 1) if speeds else None
 
     def _tokens_until(self, update: int) -> int:
         tokens, before = 0.0, 0
