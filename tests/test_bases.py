@@ -82,6 +82,18 @@ def test_processes_that_write_the_first_base_at_once_agree_on_one(tmp_path, monk
     assert {path.name for path in tmp_path.iterdir()} == {"1.json", "2.json", "base-small.json"}
 
 
+def test_a_base_needs_no_hard_links_and_stays_as_it_is(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(bases.os, "link", refused)
+    write_run(tmp_path / "a.json", a_record(config=FIRST))
+    assert json.loads((tmp_path / "base-small.json").read_text()) == FIRST
+    write_json(tmp_path / "part", {})
+    bases._become(tmp_path / "part", tmp_path / "base-small.json")
+    assert read_run(tmp_path / "a.json")["config"] == FIRST
+
+
 def test_every_run_file_of_this_repository_is_whole_and_passes():
     assert read_runs(ROOT / "results" / "runs")
     for path in (ROOT / "results" / "runs").rglob("*.json"):

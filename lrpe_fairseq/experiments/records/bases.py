@@ -73,15 +73,26 @@ def unpacked(run: Run, source: Path) -> Run:
 def _base_for(path: Path, config: Run) -> Run:
     """Return the base at ``path``; if there is none, ``config`` becomes it."""
     if not path.exists():
-        # A link, unlike a rename, fails if another runner has written the base meanwhile.
         part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         write_json(part, config, sort_keys=True)
         try:
-            with contextlib.suppress(FileExistsError):
-                os.link(part, path)
+            _become(part, path)
         finally:
             part.unlink()
     return read_json(path)
+
+
+def _become(part: Path, path: Path) -> None:
+    """Give the content of ``part`` the name ``path``, unless another runner has written it."""
+    try:
+        # A link, unlike a rename, fails if the name exists.
+        os.link(part, path)
+    except FileExistsError:
+        return
+    except OSError:
+        # A file system without hard links.
+        with contextlib.suppress(FileExistsError), open(path, "xb") as file:
+            file.write(part.read_bytes())
 
 
 @lru_cache(maxsize=256)
