@@ -97,6 +97,15 @@ def test_a_row_is_trained_on_the_data_set_that_was_chosen():
         train_row._run(train_row._parse([*row, "--dataset", "lra-text"]))
 
 
+def test_a_row_that_a_scale_lacks_is_refused_with_the_scales_that_have_it():
+    said = r"^T5 with softmax attention is not in table images at scale mnist5k: choose --scale \w+"
+    with pytest.raises(ValueError, match=said) as refused:
+        train_row._run(train_row._parse(["images", "T5", "softmax", "--scale", "mnist5k"]))
+    for scale in str(refused.value).partition("--scale ")[2].split(" or "):
+        given = ["images", "T5", "softmax", "--scale", scale]
+        assert train_row._run(train_row._parse(given)).scale == scale
+
+
 CHANGES = {
     "optimization.max_epch=1": "no setting 'optimization.max_epch'; did you mean 'optimization.max",
     "foo.bar=1": "there is no setting 'foo.bar'",

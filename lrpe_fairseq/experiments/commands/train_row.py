@@ -17,7 +17,7 @@ from lrpe_fairseq.experiments.records.console import command
 from lrpe_fairseq.experiments.records.files import ROOT, relative
 from lrpe_fairseq.experiments.records.methods import row_named
 from lrpe_fairseq.experiments.records.runs import BY_HAND
-from lrpe_fairseq.experiments.records.tables import unambiguous
+from lrpe_fairseq.experiments.records.tables import Row, Table, unambiguous
 from lrpe_fairseq.experiments.runner import identity
 from lrpe_fairseq.experiments.runner.devices import Devices, parse_overrides
 from lrpe_fairseq.experiments.runner.processes import locked
@@ -110,7 +110,13 @@ def _run(options: argparse.Namespace) -> TrainingRun:
         planned, table, options.scale, options.dataset and [options.dataset]
     )
     # A row with several rates has several runs; the first one is trained.
-    run = next(run for run in planned if run.attention_type == options.attention)
+    run = next((run for run in planned if run.attention_type == options.attention), None)
+    if run is None:
+        scales = [s for s in table.scales if _is_trained(table.at(s), row, options.attention)]
+        raise ValueError(
+            f"{row.label} with {options.attention} attention is not in table {table.name} at scale "
+            f"{options.scale}: choose --scale {' or '.join(scales)}"
+        )
     # Unchanged, it is the run of the table: run_table then has only to evaluate it.
     if not options.changes:
         return run
@@ -122,3 +128,9 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     name = unambiguous("-".join([run.folder.name, *options.changes]))
     folder = ROOT / "runs" / BY_HAND / table.name / name
     return replace(run, overrides=(*run.overrides, *options.changes), folder=folder)
+
+
+def _is_trained(table: Table, row: Row, attention: str) -> bool:
+    """True if a column of ``table`` has the row with this attention type."""
+    columns = [column for column in table.columns if row.has(column) and not column.mean_of]
+    return row in table.rows and attention in map(row.attention_in, columns)
