@@ -114,6 +114,9 @@ ENCODINGS: dict[str, Constructor] = {
 WRAPPERS = ("gated", "gated-channel", "path", "selective")
 """The prefixes of composed names whose rest is a name."""
 
+GATES = ("gated", "gated-channel")
+"""Those that add gates; an encoding has one kind of gates."""
+
 DEFAULT = "lrpe-type2"
 """The encoding of a model whose configuration does not name one."""
 
@@ -258,7 +261,7 @@ FAMILIES: dict[str, Family] = {
     "gated": _wrapper(
         "gated",
         gated,
-        lambda name: not name.startswith("gated:") and can_be_gated(encoding_class(name)),
+        lambda name: name.partition(":")[0] not in GATES and can_be_gated(encoding_class(name)),
         "a decomposable encoding without gates",
         "gates can be added to decomposable encodings without gates; choose one of {}, or "
         "lrpe:<P>:<Lambda>",

@@ -3,6 +3,7 @@
 import pytest
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.wrappers.fox import add_gate
 from lrpe_fairseq.errors import ChoiceError
 
 ROTATES = "rotation_block must be at least 2 and the head width at least"
@@ -48,7 +49,18 @@ def test_a_head_width_that_the_mathematics_does_not_allow_is_refused(name, width
         build_encoding(name, width, 2, options=EncodingOptions(grid_width=grid))
 
 
-@pytest.mark.parametrize("name", ["gated:t5", "gated:fox", "gated:gated:rope"])
+@pytest.mark.parametrize(
+    "name", ["gated:t5", "gated:fox", "gated:gated:rope", "gated:gated-channel:rope"]
+)
 def test_an_encoding_that_cannot_be_gated_is_refused(name):
     with pytest.raises(ChoiceError, match=f"{name}: {GATES}"):
         build_encoding(name, 4, 3, causal=True)
+
+
+@pytest.mark.parametrize("name", ["fox", "gated:rope", "gated-channel:rope"])
+def test_gates_never_replace_other_gates(name):
+    encoding = build_encoding(name, 4, 3, causal=True)
+    gates = encoding.forget_gate
+    with pytest.raises(ChoiceError, match="one kind of gates"):
+        add_gate(encoding)
+    assert encoding.forget_gate is gates

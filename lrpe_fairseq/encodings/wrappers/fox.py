@@ -12,6 +12,7 @@ from lrpe_fairseq.encodings.core.options import EncodingSpec, option
 from lrpe_fairseq.encodings.core.parameters import drawn
 from lrpe_fairseq.encodings.core.protocols import Card, Encoding, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.none import Unchanged
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels.conditions import without_autocast
 
 
@@ -95,7 +96,9 @@ def gated(spec: EncodingSpec, inner: Callable[[EncodingSpec], QueryKeyEncoding])
 
 
 def add_gate(encoding: Encoding) -> None:
-    """Add forget gates to an encoding."""
+    """Add forget gates to an encoding. Raises: ChoiceError if it has gates already."""
+    if encoding.forget_gate is not None:
+        raise ChoiceError("an encoding has one kind of gates: choose one prefix that adds them")
     spec = encoding.spec
     encoding.forget_gate = ForgetGate(spec, spec.options.of(GateOptions).fox_bias)
     encoding.register_load_state_dict_pre_hook(_rename_old)
