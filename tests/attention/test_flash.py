@@ -71,10 +71,11 @@ def results(module, **options):
     return [out, *(g for g in grads if g is not None)]
 
 
-def compared(name, causal, calls, monkeypatch, **options):
+def compared(name, causal, calls, monkeypatch, fidelity="", **options):
     """Compare kernel and PyTorch; return the number of the kernel's calls."""
     torch.manual_seed(0)
     given = {"attention_type": "softmax", "position_encoding": name, "causal": causal}
+    given |= {"fidelity": fidelity} if fidelity else {}
     module = MultiheadAttention(WIDTH, HEADS, **given).eval()
     found, count = results(module, **options), len(calls)
     monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
@@ -99,6 +100,12 @@ CASES = [
 def test_the_kernel_serves_what_is_data_and_equals_pytorch(name, causal, mask, calls, monkeypatch):
     count = compared(name, causal, calls, monkeypatch, **MASKS[mask])
     assert count == expected(name, causal, mask)
+
+
+@pytest.mark.parametrize("name", BY_LAG)
+def test_the_kernel_serves_the_published_codes_too(name, calls, monkeypatch):
+    """One of them has one table for all heads."""
+    assert compared(name, True, calls, monkeypatch, fidelity="published") == 1
 
 
 @pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer", SHARES, "deberta"])

@@ -162,7 +162,7 @@ def _flash(
     )
     if not (no_terms or in_slots or _is_decay_as_gates(call)):
         return None
-    data = _by_slot(call) if in_slots else {}
+    data = _by_slot(call, q.shape[1]) if in_slots else {}
     if call.form.by_token is not None:
         q, data = _by_token(q, k, call, keys.window)
     decay = None if in_slots else call.form.decay
@@ -226,14 +226,18 @@ def _masks(queries: Tokens, keys: Tokens) -> dict[str, Any]:
     return masks
 
 
-def _by_slot(call: Call) -> dict[str, Any]:
-    """Return the biases by lag (H, R), the smallest lag, and the decays (H,), all float32."""
+def _by_slot(call: Call, heads: int) -> dict[str, Any]:
+    """Return the biases by lag (H, R), the smallest lag, and the decays (H,), all float32.
+
+    A table that all heads share is repeated, so that its gradient is summed over them.
+    """
     data: dict[str, Any] = {}
     for name in ("table", "decay", "score_decay"):
         term = getattr(call.form, name)
         if term is not None:
             data[name] = term.float().contiguous()
     if "table" in data:
+        data["table"] = data["table"].expand(heads, -1).contiguous()
         data["first_lag"] = call.lags[0]
     return data
 

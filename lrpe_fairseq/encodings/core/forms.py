@@ -43,7 +43,8 @@ class Form(NamedTuple):
     """
 
     table: Tensor | None = None
-    """(H, R): the bias of every lag from ``lags[0]`` on; float32 or wider."""
+    """(H, R), or (1, R) for one table of all heads: the bias of every lag from ``lags[0]`` on;
+    float32 or wider."""
     decay: Tensor | None = None
     """(H,): see :meth:`Encoding.log_decay`."""
     score_decay: Tensor | None = None
