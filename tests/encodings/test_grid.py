@@ -122,6 +122,9 @@ def test_layers_share_the_parameters_of_one_axis():
         ("rope-2d", "sum", {}, "'rope-2d' cannot .* 'sum': it reads rows and columns itself"),
         ("gated:rope", "sum", {"causal": True}, "its decay counts tokens, not rows"),
         ("permuteformer", "axial", {"causal": True}, "its decay counts tokens, not rows"),
+        ("ape:sequence", "axial", {"ape_decay": 0.5}, "its decay counts tokens, not rows"),
+        ("ape:cycle5", "axial", {"ape_decay": 0.5}, "its decay counts .* leave --ape-decay at 1"),
+        ("ape-tree", "sum", {"ape_decay": 0.5}, "its decay counts .* leave --ape-decay at 1"),
         ("rope", "axial", {"width": 7}, "the head width must be even, got 7"),
         ("rope", "axial", {"grid": 0}, "'axial' needs the number of columns .* set --grid-width"),
         (

@@ -164,3 +164,8 @@ def _check(part: Encoding, name: str, grid: str) -> None:
         raise ChoiceError(refused + "its positions are summed from the text, without rows")
     if part.forget_gate is not None or part.log_decay() is not None:
         raise ChoiceError(refused + "its decay counts tokens, not rows and columns")
+    if not part.form(None, torch.zeros(1, dtype=torch.int64, device="cpu")).has_only():
+        raise ChoiceError(
+            refused + "its decay counts the steps between two positions, not rows and columns; "
+            "leave --ape-decay at 1"
+        )
