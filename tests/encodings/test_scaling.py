@@ -377,3 +377,19 @@ def test_a_base_replaces_that_of_the_method():
 def test_impossible_or_ignored_options_are_refused(options, sentence):
     with pytest.raises(ChoiceError, match=sentence):
         build_encoding("rope", D, HEADS, options=EncodingOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "turned"),
+    [("lrpe-type1", 16, 8), ("lrpe-type5", 16, 8), ("rope", 7, 6), ("rope-2d", 6, 4)],
+)
+@pytest.mark.filterwarnings("ignore:a rotation turns pairs of features")
+def test_features_that_no_fraction_leaves_out_but_that_never_turn_have_no_factor(
+    name, width, turned
+):
+    grid = {"grid_width": 3} if name == "rope-2d" else {}
+    encoding = encoding_of(name, "yarn", width=width, **grid)
+    m = 0.1 * math.log(F) + 1
+    expected = [m**2] * turned + [1.0] * (width - turned)
+    assert encoding.feature_factors == pytest.approx(expected)
+    assert encoding.content_scale == 1

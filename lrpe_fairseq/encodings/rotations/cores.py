@@ -130,7 +130,7 @@ class Rotation(nn.Module):
     @property
     def turned(self) -> int:
         """The number of features with a cosine and a sine, the first ones of a head."""
-        return self.options.turned(self.width)
+        return self.options.turned(self.width) // 2 * 2
 
     @property
     def angles(self) -> Tensor:
@@ -284,6 +284,11 @@ class Unitary(Rotation):
         """Return one frequency for each feature that turns, (E,) float64."""
         base = self.options.rotation_base or self.base
         return self.options.start(bands(2 * self.options.turned(spec.head_dim), base**2))
+
+    @property
+    def turned(self) -> int:
+        """One feature for every angle."""
+        return self.options.turned(self.width)
 
     def angles_in(self, length: int | None) -> Tensor:
         """Return the angles in a text of ``length`` tokens, (D,): 0 for features that are still."""

@@ -88,11 +88,11 @@ class LRPE(QueryKeyEncoding):
     def _factors(self, factor: float) -> tuple[float, tuple[float, ...] | None]:
         """Return the factor of scores, and of features if not all turn.
 
-        yarn multiplies cos and sin. So with ``rotation_fraction`` below 1 only the
-        features that turn have the factor, the first ones of every plane.
+        yarn multiplies cos and sin. So only the features that turn have the factor, the first ones
+        of every plane.
         """
-        rotations = self.spec.options.of(RotationOptions)
-        if rotations.rotation_fraction == 1 or factor == 1 or not isinstance(self.core, Rotation):
+        all_turn = not isinstance(self.core, Rotation) or self.core.turned == self.spec.head_dim
+        if factor == 1 or all_turn:
             return factor, None
         # of every plane (re, im) the first features turn
         still = self.spec.head_dim - self.core.turned

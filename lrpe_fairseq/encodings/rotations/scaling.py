@@ -135,7 +135,8 @@ class RotationOptions:
         for longrope, else 1.
 
         The authors' code multiplies cos and sin by the root of it, so it is a factor of the
-        features that turn: all features, unless ``rotation_fraction`` is below 1.
+        features that turn: not of the last feature of an odd width, nor of those that
+        ``rotation_fraction``, half a rotation, or rows and columns leave out.
         """
         if self.context_scaling in YARN:
             return (0.1 * math.log(self.context_factor) + 1) ** 2

@@ -90,7 +90,7 @@ def channels_of(encoding: QueryKeyEncoding) -> Tensor:
     if not isinstance(encoding, LRPE) or isinstance(encoding.core, Unitary):
         own = torch.arange(width, device="cpu")
     else:
-        turned = encoding.core.turned // 2 * 2
+        turned = encoding.core.turned
         pairs = torch.arange(turned, device="cpu") // 2
         still = turned // 2 + torch.arange(width - turned, device="cpu")
         own = torch.cat([pairs, still])
