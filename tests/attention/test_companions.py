@@ -408,6 +408,27 @@ def test_a_text_of_no_token_may_have_starts_a_mask_and_positions(name, kind, par
     assert module.attend(x, positions=torch.zeros(0).long())[0].shape == x.shape
 
 
+@pytest.mark.parametrize("name", ["none", "spe", "deberta", "transformer-xl"])
+@pytest.mark.parametrize(("batch", "time"), [(0, 3), (0, 0), (2, 0)])
+def test_a_batch_of_no_text_may_be_padded_and_continued(name, batch, time):
+    options = {"attention_type": "softmax", "position_encoding": name}
+    module = MultiheadAttention(WIDTH, HEADS, causal=True, **options)
+    x, padding = torch.randn(batch, time, WIDTH), torch.zeros(batch, time, dtype=torch.bool)
+    assert module.attend(x, padding, starts=padding)[0].shape == x.shape
+    out, state = module.attend(x, padding, keep_state=True)
+    assert out.shape == x.shape
+    following = torch.randn(batch, 2, WIDTH)
+    assert module.attend(following, None, state, keep_state=True)[0].shape == following.shape
+
+
+@pytest.mark.parametrize("name", ["none", "transformer-xl"])
+def test_a_memory_without_tokens_adds_nothing(name):
+    module = CrossAttention(WIDTH, HEADS, attention_type="softmax", position_encoding=name)
+    x = torch.randn(BATCH, TIME, WIDTH)
+    out = module.attend(x, x[:, :0])[0]
+    torch.testing.assert_close(out, module.out_proj.bias.expand_as(out))
+
+
 def test_no_value_is_read():
     """Nothing can be read on the device meta."""
     x, mask = torch.empty(BATCH, TIME, WIDTH, device="meta"), elsewhere(MASK)

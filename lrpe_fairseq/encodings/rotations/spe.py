@@ -328,7 +328,8 @@ def filter_features(x: Tensor, code: Tensor, rows: Rows | None) -> Tensor:
         return torch.einsum("bhtd,htdr->bhtr", x, code)
     if rows.order is not None:
         return _gathered(filter_features(_gathered(x, rows.order), code, None), rows.index)
-    per_row = code[:, 0].numel() * max(1, rows.index.shape[-1])
+    entries = code.shape[0] * code.shape[2] * code.shape[3]  # of one position; there may be none
+    per_row = entries * max(1, rows.index.shape[-1])
     count = max(1, GATHERED // per_row)
     parts = zip(x.split(count), rows.index.split(count), strict=True)
     settings = {"use_reentrant": False, "preserve_rng_state": False}

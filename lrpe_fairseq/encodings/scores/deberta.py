@@ -101,7 +101,8 @@ class DeBERTa(ScoreEncoding):
 
     def ends(self, q_positions: Tensor, k_positions: Tensor) -> Lags:
         """Return bounds of s - t, between -K and K. The result is cached."""
-        if not may_read_values(q_positions, k_positions) or not q_positions.numel():
+        empty = not (q_positions.numel() and k_positions.numel())
+        if empty or not may_read_values(q_positions, k_positions):
             return -self.distance, self.distance
 
         def compute() -> Lags:

@@ -56,7 +56,7 @@ class TransformerXL(ScoreEncoding):
         check_positions(q_positions, q)
         check_positions(k_positions, k)
         q, of_keys = self._content(q, k)
-        if q.numel() == 0:
+        if q.numel() == 0 or k.numel() == 0:
             return of_keys
         return of_keys + self._by_distance(q, q_positions, k_positions)
 
