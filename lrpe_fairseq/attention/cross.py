@@ -30,6 +30,7 @@ from lrpe_fairseq.attention.projected import (
 from lrpe_fairseq.attention.softmax import encoded_attention, encoded_weights
 from lrpe_fairseq.attention.states import Owner, check_owner
 from lrpe_fairseq.attention.tokens import Names, Tokens, check_tokens, tokens_after, tokens_of
+from lrpe_fairseq.encodings import LONGEST, check_number
 from lrpe_fairseq.encodings.core.companions import REAL, check_companion
 from lrpe_fairseq.encodings.core.networks import stored
 from lrpe_fairseq.errors import ChoiceError
@@ -83,8 +84,18 @@ class CrossAttention(ProjectedAttention):
     kind = "cross-attention"
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        memory_dim: int | None = None,
+        causal: bool = False,
+        **options: Any,
     ) -> None:
+        if causal is not False:
+            raise ChoiceError("cross-attention reads the whole memory: leave causal at False")
+        if memory_dim is not None:
+            check_number("memory_dim", memory_dim, least=1, most=LONGEST)
         self.memory_dim = embed_dim if memory_dim is None else memory_dim
         super().__init__(embed_dim, num_heads, causal=False, **options)
         if self.kv_shift is not None:

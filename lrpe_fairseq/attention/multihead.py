@@ -143,7 +143,8 @@ class MultiheadAttention(ProjectedAttention):
             self.given.positions,
             window=self.given.window,
             one_sided=self.given.one_sided,
-            starts=self.given.starts,
+            # the documents of a memory are those of its segments
+            starts=None if isinstance(state, Memory) else self.given.starts,
         )
         if keep_state:
             incremental_state[self._state_key] = state
@@ -198,8 +199,7 @@ class MultiheadAttention(ProjectedAttention):
         if window is not None and (not self.causal or state is not None or keep_state):
             raise ValueError("a window needs causal attention to whole texts, without a state")
         if isinstance(state, Memory):
-            if positions is not None:
-                raise ValueError("explicit positions cannot be combined with a memory of segments")
+            _check_beside_memory(keep_state, positions, starts)
             return self._after_memory(x, state), None
         whole = state is None and not keep_state
         window = self._narrowest(window, x.shape[1] if whole else None)
@@ -627,3 +627,16 @@ def _check_memory(memory: Memory, x: Tensor) -> None:
         shape = batch, len(memory.inputs) + length
         axes = "(B, M + T)"
         check_companion("the segments of a memory", memory.segments, NUMBERS, axes, (shape,), x)
+
+
+def _check_beside_memory(keep_state: bool, positions: Tensor | None, starts: Tensor | None) -> None:
+    """Refuse arguments of a call that a memory of segments would ignore."""
+    if positions is not None:
+        raise ValueError("explicit positions cannot be combined with a memory of segments")
+    if keep_state:
+        raise ValueError("a memory of segments is read and never continued: leave keep_state out")
+    if starts is not None:
+        raise ValueError(
+            "a memory of segments has documents of its own: give them as its segments, and leave "
+            "starts out"
+        )

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.attention.tokens import Tokens
 from lrpe_fairseq.encodings import EncodingSpec
 from lrpe_fairseq.encodings.core.history import history
+from lrpe_fairseq.encodings.core.options import shortened
 from lrpe_fairseq.encodings.core.parameters import drawn
 from lrpe_fairseq.encodings.core.protocols import Encoding
 from lrpe_fairseq.errors import ChoiceError
@@ -27,11 +28,16 @@ PARTS = ("qk-norm", "output-norm", "output-gate", "kv-shift")
 def parse_parts(text: str) -> frozenset[str]:
     """Return the parts that ``--attention-parts TEXT`` names: a list with commas, or ``none``.
 
-    Raises: ChoiceError, listing the known names, if one is unknown.
+    Raises: ChoiceError, listing the known names, if one is unknown, or for anything but a text.
 
     >>> sorted(parse_parts("qk-norm,output-gate"))
     ['output-gate', 'qk-norm']
     """
+    if not isinstance(text, str):
+        raise ChoiceError(
+            f"the parts of attention are a text, 'none' or such as 'qk-norm,output-gate', not "
+            f"{shortened(text)}"
+        )
     names = [name.strip() for name in text.split(",")]
     for name in names if names != ["none"] else ():
         if name not in PARTS:

@@ -142,6 +142,11 @@ def check_tokens(
     Args: padding, positions, starts: of :func:`tokens_of`. width: C; None for any.
     Raises: ValueError, in one sentence, for another shape, dtype or device than theirs.
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{names.x} must be {REAL.words} of shape (B, T, C), got an object of type "
+            f"{type(x).__name__}"
+        )
     if x.dim() != 3 or not x.is_floating_point() or width not in (None, x.shape[2]):
         check_companion(names.x, x, REAL, "(B, T, C)", ((None, None, width),), x)
     if padding is not None:

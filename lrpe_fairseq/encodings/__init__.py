@@ -399,7 +399,8 @@ def build_encoding(
         encoding_options: the same by keyword, named as on the command line (``fox_bias``).
     Raises: ChoiceError for an unknown name (listing the names), options of rotations or of angles
         for a method without them, a width, a seed or a grid that the method does not support, or a
-        causal method without ``causal``. ValueError for options given in both ways.
+        causal method without ``causal``. ValueError for options given in both ways, or for
+        ``options`` of another type.
 
     >>> enc = build_encoding("lrpe-type1", head_dim=64, num_heads=8)
     >>> q2, k2 = enc(q, k, positions, positions)  # q, k: (B, H, T, D)
@@ -407,6 +408,11 @@ def build_encoding(
     if options is not None and encoding_options:
         raise ValueError("give the options of an encoding by keyword or as options, not both")
     options = EncodingOptions(**encoding_options) if options is None else options
+    if not isinstance(options, EncodingOptions):
+        raise ValueError(
+            f"options must be an EncodingOptions, not {shortened(options)}: give single options by "
+            "keyword, such as fox_bias=3.0"
+        )
     if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "

@@ -117,6 +117,13 @@ def test_x_itself_has_three_axes_and_the_width_of_the_layer(kind):
         refused(module.attend, "x", x if x.dim() == 2 or x.shape[-1] != WIDTH else x.long())
 
 
+@pytest.mark.parametrize("x", [[1], None, 3.0])
+def test_x_itself_is_a_tensor(x):
+    refused(layer().attend, "x", x)
+    cross = CrossAttention(WIDTH, HEADS, attention_type="linear", position_encoding="rope")
+    refused(cross.attend, "x", x, torch.randn(BATCH, TIME, WIDTH))
+
+
 def test_older_masks_of_fairseq_are_read_as_bool():
     module, x = self_attention("lrpe-type2", "linear"), torch.randn(BATCH, TIME, WIDTH)
     mask = MASK.clone()
@@ -381,6 +388,17 @@ def test_a_memory_of_segments_has_the_batch_width_and_documents_of_x():
         refused(module.attend, "the segments of a memory", x, state=Memory(inputs, wrong))
     for mask in (MASK[:, :1], MASK.float()):
         refused(module.attend, "key_padding_mask", x, mask, Memory(inputs))
+
+
+def test_a_memory_of_segments_refuses_what_it_would_ignore():
+    module, x = layer(attention_type="softmax"), torch.randn(BATCH, TIME, WIDTH)
+    memory = Memory(torch.randn(3, BATCH, WIDTH))
+    with pytest.raises(ValueError, match="a memory of segments is read and never continued"):
+        module.attend(x, state=memory, keep_state=True)
+    with pytest.raises(ValueError, match="a memory of segments has documents of its own"):
+        module.attend(x, state=memory, starts=MASK)
+    module.given.starts = MASK  # a stack says it to every layer
+    assert module(x.transpose(0, 1), incremental_state=module.remembering(memory))[0] is not None
 
 
 def test_the_states_of_a_stack_are_those_of_its_batch():

@@ -274,3 +274,15 @@ def test_a_decoder_shares_across_cross_attention_but_not_with_its_self_attention
     assert layers[1].r1 is not layers[0].r1
     twin = copy.deepcopy(layers)
     twin.load_state_dict(layers.state_dict())
+
+
+@pytest.mark.parametrize("width", [0, -1, 1.5, "a"])
+def test_the_width_of_a_memory_is_a_positive_whole_number(width):
+    with pytest.raises(ChoiceError, match=r"memory_dim must be (a whole number|at least 1)"):
+        build(memory_dim=width)
+
+
+def test_cross_attention_may_be_told_that_it_is_not_causal():
+    assert not build(causal=False).causal
+    with pytest.raises(ChoiceError, match="leave causal at False"):
+        build(causal=True)

@@ -156,3 +156,9 @@ def test_what_is_cached_follows_a_change_of_length_mask_and_device_dtype():
 def test_a_width_that_the_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="not divisible"):
         MultiheadAttention(10, 4, attention_type="linear", position_encoding="none", causal=True)
+
+
+@pytest.mark.parametrize("options", [{}, "fox_bias=3"])
+def test_options_of_another_type_are_refused(options):
+    with pytest.raises(ValueError, match=r"options must be an EncodingOptions, not .* by keyword"):
+        module_of(options=options)

@@ -181,6 +181,8 @@ def test_a_layer_with_parts_is_near_double_in_half_precision(attention_type, dty
 def test_bad_parts_are_refused_in_one_sentence():
     for given, message in (
         ({"parts": "qk-norm,gate"}, "unknown attention part 'gate'; choose none, or a list of qk"),
+        ({"parts": None}, "the parts of attention are a text, .*, not None"),
+        ({"parts": ["qk-norm"]}, "the parts of attention are a text, .*, not \\['qk-norm'\\]"),
         (
             {"attention_type": "linear", "normalizer": "layernorm"},
             "output-norm and the normalizer layernorm both normalize the output: choose one",

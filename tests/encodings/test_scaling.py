@@ -369,7 +369,11 @@ def test_a_base_replaces_that_of_the_method():
         ({"context_scaling": "ntk", "context_factor": 0.5}, "must be at least 1, not 0.5"),
         ({"context_scaling": "yarn", "context_factor": 2.0}, "yarn needs --context-length"),
         ({"context_scaling": "yarn-printed"}, "yarn-printed needs --context-length"),
-        ({"context_length": 9}, "--context-length 9 needs --context-scaling yarn or --angle-floor"),
+        (
+            {"context_length": 9},
+            "--context-length 9 needs --context-scaling yarn, yarn-printed, llama3, dynamic or "
+            "longrope, --rotation-spectrum turns, or --angle-floor: choose",
+        ),
         ({"rotation_base": math.inf}, "--rotation-base must be a finite number, not inf"),
         ({"context_scaling": "ntkk"}, "unknown context_scaling 'ntkk'; choose one of none, linear"),
     ],

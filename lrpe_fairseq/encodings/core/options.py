@@ -209,8 +209,9 @@ class EncodingOptions:
         length, spectrum = (self.values.get(n) for n in ("context_length", "rotation_spectrum"))
         if length and spectrum != "turns" and all(value == "none" for value in readers):
             raise ChoiceError(
-                f"--context-length {length} needs --context-scaling yarn or --angle-floor: choose "
-                "one of them, or leave --context-length out"
+                f"--context-length {length} needs --context-scaling yarn, yarn-printed, llama3, "
+                "dynamic or longrope, --rotation-spectrum turns, or --angle-floor: choose one of "
+                "them, or leave --context-length out"
             )
 
     def of(self, kind: type[OptionsOf]) -> OptionsOf:
