@@ -416,7 +416,7 @@ def build_encoding(
     if is_causal_only(name) and not causal:
         raise ChoiceError(
             f"position encoding {name!r} is defined for causal attention only; choose another one "
-            "for an encoder or cross-attention"
+            "for an encoder or cross-attention, or build it with causal=True for a decoder"
         )
     spec = EncodingSpec(head_dim, num_heads, causal, seed, options, width, score_scale)
     construct = constructor_of(name)

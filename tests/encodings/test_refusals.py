@@ -1,7 +1,9 @@
 """Options, widths and names of which no encoding can be built are refused in one sentence."""
 
 import pytest
+import torch
 
+from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.wrappers.fox import add_gate
 from lrpe_fairseq.errors import ChoiceError
@@ -64,3 +66,45 @@ def test_gates_never_replace_other_gates(name):
     with pytest.raises(ChoiceError, match="one kind of gates"):
         add_gate(encoding)
     assert encoding.forget_gate is gates
+
+
+@pytest.mark.parametrize("name", ["fox", "path", "stick-breaking", "cope", "gated:rope"])
+def test_a_causal_encoding_says_that_causal_true_is_the_cure_for_a_decoder(name):
+    with pytest.raises(ChoiceError, match="or build it with causal=True for a decoder"):
+        build_encoding(name, 4, 3)
+
+
+def queries_and_keys():
+    return [torch.randn(1, 3, 5, 4), torch.randn(1, 3, 5, 4), torch.arange(5), torch.arange(5)]
+
+
+@pytest.mark.parametrize("name", ["t5", "kerple-log", "stick-breaking", "cope", "deberta"])
+def test_a_score_encoding_says_that_q_and_k_are_not_enough(name):
+    encoding = build_encoding(name, 4, 3, causal=True)
+    with pytest.raises(TypeError, match=f"'{name}' acts on the scores, not on q and k alone: use"):
+        encoding(*queries_and_keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("alibi", "decay"),
+        ("fox", "gates"),
+        ("gated:alibi", "decay and gates"),
+        ("gated:path:rope", "gates and reflections"),
+        ("path", "reflections"),
+        ("permuteformer", "decay"),
+    ],
+)
+def test_q_and_k_alone_warn_of_what_acts_on_the_scores(name, beside):
+    encoding = build_encoding(name, 4, 3, causal=True)
+    with pytest.warns(UserWarning, match=f"'{name}' acts on the scores too, .* its {beside}:"):
+        encoding(*queries_and_keys())
+
+
+@pytest.mark.parametrize("name", ["alibi", "fox", "path", "gated:rope", "rope"])
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@pytest.mark.filterwarnings("error:.* acts on the scores too")
+def test_attention_does_not_warn_of_what_it_applies(name, kind):
+    own = {"attention_type": kind, "position_encoding": name, "causal": True}
+    MultiheadAttention(12, 3, **own).attend(torch.randn(1, 5, 12))

@@ -9,6 +9,7 @@ Axes: B batch, H heads, T query time, S key time, D key width.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,11 @@ from lrpe_fairseq.encodings.core.positions import Lags, check_positions
 from lrpe_fairseq.kernels import dispatch
 from lrpe_fairseq.kernels.conditions import without_autocast
 from lrpe_fairseq.kernels.encode.encode import Transform
+
+ATTENTION = "lrpe_fairseq.attention.multihead.MultiheadAttention"
+"""What applies every encoding completely, for the sentences to users who call one themselves."""
+FEWEST = 5
+"""Arguments of a score encoding: the scores, q, k and the positions of both."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +288,7 @@ class QueryKeyEncoding(Encoding):
         """Encode by the parts of :meth:`fold`, in float32 or wider, else by :meth:`forward`."""
         fold = self.fold()
         if fold is None:
-            return self(q, k, q_positions, k_positions)
+            return self.forward(q, k, q_positions, k_positions)
         wide = torch.promote_types(q.dtype, torch.float32)
         planes = (fold.projection(x.to(wide)) for x in (q, k))
         q2, k2 = fold.turn(*planes, q_positions, k_positions)
@@ -291,6 +297,30 @@ class QueryKeyEncoding(Encoding):
     def form(self, lags: Lags | None, positions: Tensor) -> Form:
         """Return the constant decay; see :meth:`Encoding.form`."""
         return Form(decay=self.log_decay(positions.device))
+
+    def __call__(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Encode queries and keys, for callers outside of attention; see :meth:`forward`.
+
+        It warns of what the method does to the scores in addition.
+        """
+        beside = self._beside()
+        if beside:
+            warnings.warn(
+                f"{self.name!r} acts on the scores too, and q and k are without its {beside}: use "
+                f"{ATTENTION}",
+                stacklevel=2,
+            )
+        return super().__call__(*given, **named)
+
+    def _beside(self) -> str:
+        """Return the words for what acts on the scores beside q and k; empty for nothing."""
+        decays = not self.form(None, torch.zeros(1, dtype=torch.int64, device="cpu")).has_only()
+        has = {
+            "decay": decays,
+            "gates": self.forget_gate is not None,
+            "reflections": self.reflections is not None,
+        }
+        return " and ".join(word for word, given in has.items() if given)
 
     def forward(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
@@ -336,7 +366,7 @@ class QueryKeyEncoding(Encoding):
         if not phi:
             return self.in_parts(q, k, q_positions, k_positions)
         if self.before_feature_map:
-            return dispatch.feature_maps(*self(q, k, q_positions, k_positions))
+            return dispatch.feature_maps(*self.forward(q, k, q_positions, k_positions))
         return self.in_parts(*dispatch.feature_maps(q, k), q_positions, k_positions)
 
     def encode_one(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -386,6 +416,17 @@ class ScoreEncoding(Encoding):
         Args: x: (B, T, C). q, k: (B, H, T, D). positions: int64 (T,) or (B, T).
         """
         return q, k
+
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
+        """Encode the scores; see :meth:`forward`.
+
+        Raises: TypeError for q and k without scores, as a :class:`QueryKeyEncoding` takes them.
+        """
+        if len(given) + len(named) < FEWEST:
+            raise TypeError(
+                f"{self.name!r} acts on the scores, not on q and k alone: use {ATTENTION}"
+            )
+        return super().__call__(*given, **named)
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -94,7 +94,8 @@ class GridEncoding(QueryKeyEncoding):
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Encode q and k by rows and columns; see :meth:`QueryKeyEncoding.forward`."""
-        return self._by_axis(self.parts, q, k, q_positions, k_positions)
+        each = [part.forward for part in self.parts]
+        return self._by_axis(each, q, k, q_positions, k_positions)
 
     def in_parts(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor

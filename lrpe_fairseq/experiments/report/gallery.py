@@ -237,7 +237,7 @@ def weights(name: str) -> Tensor:
     )
     tokens = tokens._replace(transport=transport)
     if encoding.decomposable:
-        q, k = encoding(q, k, tokens.positions, tokens.positions)
+        q, k = encoding.forward(q, k, tokens.positions, tokens.positions)
     return encoded_weights(encoding, q, k, tokens, tokens, causal=True)[:, 1].mean(0)
 
 
