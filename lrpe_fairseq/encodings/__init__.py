@@ -14,6 +14,7 @@ from lrpe_fairseq.encodings.core.options import (
     EncodingOptions,
     EncodingSpec,
     OptionsOf,
+    flag_of,
     register_methods,
     shortened,
 )
@@ -184,14 +185,17 @@ def constructor_of(name: str) -> Constructor:
         return ENCODINGS[name]
     constructor = FAMILIES[prefix].build(rest) if prefix in FAMILIES else None
     if constructor is None:
-        hint = did_you_mean(name, ENCODINGS)
-        raise ChoiceError(
-            f"unknown position encoding {shortened(name)}{hint}{' The' if hint else '; the'} "
-            "names are "
-            f"{', '.join(ENCODINGS)}, "
-            + ", ".join(f"or {family.pattern} {family.rest}" for family in FAMILIES.values())
-        )
+        raise ChoiceError(f"unknown position encoding {shortened(name)}{_names_near(name)}")
     return constructor
+
+
+def _names_near(name: str) -> str:
+    """Return the end of the error of an unknown name: the nearest name, or all of them."""
+    hint = did_you_mean(name, ENCODINGS)
+    if hint:
+        return f"{hint} docs/encodings.md has all names"
+    families = ", ".join(f"or {family.pattern} {family.rest}" for family in FAMILIES.values())
+    return f"; the names are {', '.join(ENCODINGS)}, {families}"
 
 
 def canonical_name(name: str) -> str:
@@ -430,13 +434,20 @@ def build_encoding(
 
 def _check_angles(encoding: Encoding, name: str, options: EncodingOptions) -> None:
     """Raise a ChoiceError for options of angles or rotations if the encoding has none."""
-    if not encoding.angles and options.of(AngleOptions) != AngleOptions():
+    kinds = {AngleOptions: encoding.angles, RotationOptions: encoding.scales}
+    given = [flag for kind, has in kinds.items() if not has for flag in _changed(options.of(kind))]
+    if given:
         raise ChoiceError(
-            f"position encoding {name!r} does not support --angle-lr-scale, --angle-floor and "
-            "--angle-parameter: leave them out, or choose rope or an LRPE type with rotations"
+            f"position encoding {name!r} does not support {' and '.join(given)}: leave "
+            f"{'it' if len(given) == 1 else 'them'} out, or choose rope or an LRPE type with "
+            "rotations"
         )
-    if not encoding.scales and options.of(RotationOptions) != RotationOptions():
-        raise ChoiceError(
-            f"position encoding {name!r} does not support --context-scaling, --rotation-base and "
-            "--rotation-fraction: leave them out, or choose rope or an LRPE type with rotations"
-        )
+
+
+def _changed(own: Any) -> list[str]:
+    """Return the flags of the options of one class that differ from their defaults.
+
+    Without ``context_length``: the others need it, and models add it to them.
+    """
+    changed = (f.name for f in fields(own) if getattr(own, f.name) != f.default)
+    return [flag_of(name) for name in changed if name != "context_length"]

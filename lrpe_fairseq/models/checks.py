@@ -5,6 +5,7 @@ raise ChoiceError with one sentence.
 """
 
 import logging
+from dataclasses import fields
 from enum import Enum
 from functools import cache
 from numbers import Real
@@ -21,7 +22,8 @@ from lrpe_fairseq.encodings import (
     options_read_by,
 )
 from lrpe_fairseq.encodings.core.options import flag_of
-from lrpe_fairseq.encodings.rotations.scaling import BY_TEXT
+from lrpe_fairseq.encodings.rotations.angles import AngleOptions
+from lrpe_fairseq.encodings.rotations.scaling import BY_TEXT, RotationOptions
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.patterns import OPTIONS, over_layers, values
 
@@ -317,8 +319,14 @@ def warn_about_ignored(options: Any, cfg: Any) -> None:
 
 
 def warn_about_unread(options: Any) -> None:
-    """Warn once about options of methods that no layer of a stack has."""
+    """Warn once about options of methods that no layer of a stack has.
+
+    Those of rotations and of angles are refused where the layers are built.
+    """
+    refused = {field.name for kind in (RotationOptions, AngleOptions) for field in fields(kind)}
     for name, value in unread_options(options).items():
+        if name in refused:
+            continue
         _warn_once(
             f"{name}={value} is ignored: no layer has a position encoding that reads it, only "
             f"{options.position_encoding}"

@@ -509,7 +509,8 @@ def test_a_checkpoint_holds_angles_in_radians_whatever_their_rate(name, floor):
     ("name", "options", "sentence"),
     [
         ("rope", {"angle_lr_scale": 0.5}, "has fixed angles: leave out --angle-lr-scale"),
-        ("fox", {"angle_lr_scale": 0.5}, "does not support --angle-lr-scale, --angle-floor and"),
+        ("fox", {"angle_lr_scale": 0.5}, "does not support --angle-lr-scale: leave it out, or"),
+        ("alibi", {"angle_floor": "turn", "context_length": 8}, "support --angle-floor: leave it"),
         ("lrpe-type2", {"angle_lr_scale": 0.0}, "--angle-lr-scale must be above 0, not 0"),
         (
             "lrpe-type2",

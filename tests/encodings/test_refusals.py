@@ -39,6 +39,13 @@ WIDTHS = [
 GATES = "gates can be added to decomposable encodings"
 
 
+def test_an_unknown_name_is_answered_with_the_nearest_one_or_with_all():
+    with pytest.raises(ChoiceError, match=r"'foxx'; did you mean 'fox'\? docs/encodings.md has"):
+        build_encoding("foxx", 4, 3)
+    with pytest.raises(ChoiceError, match=r"'quux'; the names are none, rope, .* or lrpe:<P>:<L"):
+        build_encoding("quux", 4, 3)
+
+
 @pytest.mark.parametrize(("name", "options", "sentence"), OPTIONS)
 def test_impossible_options_are_refused(name, options, sentence):
     with pytest.raises(ChoiceError, match=sentence):

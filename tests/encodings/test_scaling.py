@@ -13,6 +13,7 @@ from lrpe_fairseq.attention.linear import linear_attention_naive
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.projected import feature_map
 from lrpe_fairseq.encodings import COMPOSED_NAMES, ENCODINGS, EncodingOptions, build_encoding
+from lrpe_fairseq.encodings.core.options import flag_of
 from lrpe_fairseq.encodings.rotations.scaling import (
     BY_TEXT,
     SCALINGS,
@@ -120,7 +121,8 @@ def test_every_name_has_scaled_rotations_or_refuses_in_one_sentence(name):
         if rotates(name):
             assert encoding_of(name, **options).scales
         else:
-            with pytest.raises(ChoiceError, match="does not support --context-sc") as refused:
+            given = flag_of(next(iter(options)))
+            with pytest.raises(ChoiceError, match=f"does not support {given}: leave") as refused:
                 encoding_of(name, **options)
             assert name in str(refused.value)
             assert "\n" not in str(refused.value)

@@ -201,3 +201,10 @@ def test_no_table_trains_with_options_that_stock_cross_attention_refuses(table):
                     assert own["cross"]["shaw_distance"] == own["decoder"]["shaw_distance"]
                 found += 1
     assert found
+
+
+def test_an_option_that_a_layer_refuses_is_not_also_called_ignored(corpus, caplog):
+    checks._warn_once.cache_clear()
+    with pytest.raises(Refusal, match="'alibi' does not support --angle-floor: leave it out"):
+        build(corpus, SMALL, "--position-encoding alibi --angle-floor turn")
+    assert "is ignored" not in caplog.text
