@@ -200,6 +200,7 @@ def test_a_text_is_read_with_the_angles_of_its_length(name, kind, attention_type
         else:
             plain.encoding.core.theta = angles
         plain.encoding.content_scale = module.encoding.content_scale
+        plain.encoding.feature_factors = module.encoding.feature_factors
         x = torch.randn(2, read, 32, dtype=torch.float64)
         found, wanted = module.attend(x)[0], plain.attend(x)[0]
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)

@@ -180,7 +180,7 @@ def test_type_8_in_float16_with_the_rotated_normalizer_warns_once():
         for _ in range(2):
             MultiheadAttention(16, 2, **options).half().attend(x)
     (warning,) = caught
-    assert "use normalizer 'layernorm' or 'content'" in str(warning.message)
+    assert "use normalizer 'layernorm', 'bounded' or 'content'" in str(warning.message)
 
 
 ODD = 9
