@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -200,6 +201,19 @@ def data(tmp_path_factory):
 def test_the_tokens_of_a_split_are_read_in_order(data):
     assert (corpus.read_tokens(data / "bin" / "valid") == text(600, 1, SYMBOLS - 4) + 4).all()
     assert len(corpus.read_tokens(data / "bin" / "valid", 70)) == 70
+
+
+def test_n_grams_are_counted_in_all_shards(data, tmp_path):
+    folder = tmp_path / "sharded"
+    shutil.copytree(data, folder)
+    for shard in ("shard0", "shard1"):
+        shutil.copytree(data / "bin", folder / "bin" / shard)
+    for path in [p for p in (folder / "bin").iterdir() if p.is_file()]:
+        path.unlink()
+    assert measured.by_hand(folder, None, 8, ()).tokens == 6000
+    train = measured.Corpus(folder).split("train")
+    assert (train[:3000] == train[3000:]).all()
+    assert len(measured.Corpus(folder).split("valid")) == 600
 
 
 def test_the_command_writes_the_perplexities_on_the_tokens_of_every_protocol(

@@ -18,7 +18,7 @@ from lrpe_fairseq.experiments.data import corpus, folders, ngrams
 from lrpe_fairseq.experiments.families import runs
 from lrpe_fairseq.experiments.families.lm import LMRun, with_words
 from lrpe_fairseq.experiments.records import fairseq_log
-from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, shards_of
 from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.experiments.records.protocols import (
     REPEATED,
@@ -58,14 +58,15 @@ class Corpus:
     """The tokens of the splits of a data folder, read once."""
 
     def __init__(self, data: Path) -> None:
-        self._home = first_shard(data)
+        self._shards = shards_of(data)
         self._splits: dict[str, np.ndarray] = {}
-        self.symbols = corpus.count_types(self._home / "dict.txt")["size"]
+        self.symbols = corpus.count_types(self._shards[0] / "dict.txt")["size"]
 
     def split(self, name: str) -> np.ndarray:
-        """Return the tokens of a split, int64 (N,)."""
+        """Return the tokens of a split, int64 (N,); of train those of all shards."""
         if name not in self._splits:
-            self._splits[name] = corpus.read_tokens(self._home / name)
+            homes = self._shards if name == "train" else self._shards[:1]
+            self._splits[name] = np.concatenate([corpus.read_tokens(home / name) for home in homes])
         return self._splits[name]
 
 
@@ -105,6 +106,11 @@ class Fitted:
         return self._mixed[split, window]
 
 
+def _training_tokens(data: Path) -> int:
+    """Return the number of training tokens of all shards."""
+    return sum(int(corpus.row_lengths(home / "train").sum()) for home in shards_of(data))
+
+
 def tokens_read(settings: Any) -> int:
     """Return the training tokens of a language model's configuration: updates times their size."""
     update = settings.dataset.max_tokens * settings.optimization.update_freq[0]
@@ -113,7 +119,7 @@ def tokens_read(settings: Any) -> int:
 
 def yardsticks(data: Path) -> list[Yardstick]:
     """Return what the tables need that train language models on a data folder of this name."""
-    there = int(corpus.row_lengths(first_shard(data) / "train").sum())
+    there = _training_tokens(data)
     needed: dict[tuple[int, int], set[tuple[str, str]]] = {}
     for run in _trainings(data.name):
         settings = run.settings()
@@ -224,5 +230,5 @@ def _sentence(name: str, length: int) -> str:
 
 def by_hand(data: Path, tokens: int | None, length: int, evaluations: Evaluations) -> Yardstick:
     """Return a yardstick of all training tokens of a data folder, or of ``tokens`` of them."""
-    there = int(corpus.row_lengths(first_shard(data) / "train").sum())
+    there = _training_tokens(data)
     return Yardstick(data, min(tokens or there, there), length, tuple(sorted(evaluations)))
