@@ -88,6 +88,9 @@ def test_rotations_are_scaled_for_an_evaluation_only_by_the_training_length(tmp_
     assert found["protocol"]["whole+yarn-4"].endswith("by 4.")
     with pytest.raises(ValueError, match="there is no protocol 'half'"):
         scaling_of("half")
+    # a model of softmax attention would ignore it
+    with pytest.raises(ValueError, match="there is no protocol 'whole.bounded'"):
+        scaling_of("whole+bounded")
 
 
 SETTING = {

@@ -24,7 +24,6 @@ WHOLE_PROTOCOL = (
     "is the fraction of sequences without a wrong scored token, token_accuracy that of the scored "
     "tokens; loss is in bits per scored token."
 )
-BOUNDED_PROTOCOL = "Linear attention has the normalizer bounded, for this evaluation only."
 SCALED_PROTOCOL = "{whole} {scaling} scales the rotations, for this evaluation only, by {factor:g}."
 MAX_TOKENS = 4096  # tokens per batch of an evaluation
 
@@ -47,7 +46,7 @@ class SyntheticRun(TrainingRun):
         """Return accuracies and loss of every split of ``evaluations``.
 
         Protocols are ``whole`` and, with rotations that are scaled for the evaluation, such as
-        ``whole+yarn-4``. Each is evaluated in one process. ``+bounded`` is that of language models.
+        ``whole+yarn-4``. Each is evaluated in one process.
         """
         metrics: Run = {split: {} for split, _ in self.evaluations}
         names = list(dict.fromkeys(name for _, name in self.evaluations))
@@ -72,7 +71,7 @@ class SyntheticRun(TrainingRun):
 def scaling_of(name: str) -> Protocol:
     """Return the scaling of rotations of a protocol. Raises: ValueError for an unknown protocol."""
     whole, plus, scaled = name.partition("+")
-    if whole != WHOLE:
+    if whole != WHOLE or scaled.endswith(BOUNDED):
         raise ValueError(f"there is no protocol {name!r}: use {WHOLE}, or {WHOLE}+yarn-4")
     # Protocols of language models name scalings in the same way.
     return Protocol.parse(BLOCKS + plus + scaled)
@@ -81,8 +80,6 @@ def scaling_of(name: str) -> Protocol:
 def sentence(name: str) -> str:
     """Return what a protocol does, in a sentence or two."""
     scaled = scaling_of(name)
-    if scaled.bounded:
-        return f"{sentence(name.removesuffix(f'+{BOUNDED}'))} {BOUNDED_PROTOCOL}"
     if scaled.scaling == "none":
         return WHOLE_PROTOCOL
     return SCALED_PROTOCOL.format(whole=WHOLE_PROTOCOL, **vars(scaled))
