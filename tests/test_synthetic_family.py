@@ -89,7 +89,7 @@ def test_rotations_are_scaled_for_an_evaluation_only_by_the_training_length(tmp_
     with pytest.raises(ValueError, match="there is no protocol 'half'"):
         scaling_of("half")
     # a model of softmax attention would ignore it
-    with pytest.raises(ValueError, match="there is no protocol 'whole.bounded'"):
+    with pytest.raises(ValueError, match=r"there is no protocol 'whole\+bounded'"):
         scaling_of("whole+bounded")
 
 
