@@ -92,7 +92,6 @@ _.score_lm
 
 # the fields of a table's section slurm, read by their names
 _.account
-_.cpus_per_task
 _.mem
 _.qos
 

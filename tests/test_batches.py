@@ -28,7 +28,6 @@ FEWER = {  # configuration -> GPUs of 8 that are used
     "medium-5m": 4,
     "multi30k": 4,  # a sentence may have as many tokens as the batches of 4 GPUs
     "multi30k-annealed": 4,
-    "wmt14-en-de": 4,
 }
 
 
@@ -142,10 +141,12 @@ def test_a_run_uses_the_most_gpus_that_can_have_equal_parts_and_says_so(tmp_path
     assert run.usable(Devices(gpus=(1, 2)), pytest.fail) == Devices(gpus=(1, 2))
 
 
-def test_gpus_are_counted_among_those_that_the_process_sees(monkeypatch, gpus):
+def test_gpus_are_counted_among_those_that_the_process_sees_and_share_the_cores(monkeypatch, gpus):
     gpus(4)
     assert "CUDA_VISIBLE_DEVICES" not in Devices().environment
     assert Devices(gpus=(1, 3)).environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert Devices(threads=8).environment["OMP_NUM_THREADS"] == "2"
+    assert Devices(threads=8, gpus=(1,)).environment["OMP_NUM_THREADS"] == "8"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
     assert Devices(gpus=(1, 3)).environment["CUDA_VISIBLE_DEVICES"] == "5,GPU-7"
 

@@ -1,4 +1,8 @@
-"""The configurations at scale ``paper`` are those that TMLR LRPE prints in Tables 8 and 9."""
+"""The configurations at scale ``paper`` are those that the papers print.
+
+TMLR LRPE has them in Tables 8 and 9, the ICLR submission in Table 7, the algebraic paper in Table
+3.
+"""
 
 import math
 import re
@@ -130,6 +134,48 @@ def test_the_settings_of_the_long_range_arena_are_the_printed_ones(task):
     assert known["model.encoder_ffn_embed_dim"] == 2 * known["model.encoder_embed_dim"]
 
 
+def test_the_translation_of_the_iclr_submission_has_the_printed_settings():
+    cells = read_paper(ROOT / "results" / "paper" / "iclr-table7.csv")
+    theirs = {cell["setting"]: cell["printed"] for cell in cells if cell["column"] == "MT"}
+    path = CONFIGS / "translation" / "wmt14-en-de.yaml"
+    known = identity.options(identity.resolved(load_config(path)))
+    halves = [f"model.{half}" for half in ("encoder", "decoder")]
+    assert {known[f"{half}.layers"] for half in halves} == {6}
+    ours = {
+        "Encoder layers": known["model.encoder.layers"],
+        "Decoder layers": known["model.decoder.layers"],
+        "Hidden dimensions": known["model.encoder.embed_dim"],
+        "Number of heads": known["model.encoder.attention_heads"],
+        "FFN dimensions": known["model.encoder.ffn_embed_dim"],
+        "Max token per batch": known["dataset.max_tokens"],
+        "Number of updates": known["optimization.max_update"],
+        "Warmup steps": known["lr_scheduler.warmup_updates"],
+        "Peak learning rate": known["optimization.lr"][0],
+        "Adam ε": known["optimizer.adam_eps"],
+        "Weight decay": known["optimizer.weight_decay"],
+        "Gradient clipping": known["optimization.clip_norm"],
+        "Hidden dropouut": known["model.dropout"],
+        "Attention dropout": known["model.attention_dropout"],
+    }
+    assert {key: number(theirs[key]) for key in ours} == pytest.approx(ours)
+    assert theirs["FFN activation function"] == str(known["model.activation_fn"]).capitalize()
+    assert theirs["Adam (β1, β2)"] == known["optimizer.adam_betas"]
+    assert theirs["Learning rate scheduler"] == NAMES[known["lr_scheduler._name"]]
+    assert known["optimization.update_freq"] == [8]  # not printed
+
+
+def test_the_translation_of_the_algebraic_paper_has_its_batches_and_updates():
+    path = CONFIGS / "translation" / "ape-wmt14.yaml"
+    known = identity.options(identity.resolved(load_config(path)))
+    # "Machine Translation": 4 GPUs of 3,072 target tokens, two batches of each an update
+    assert known["dataset.max_tokens"] == 3_072
+    assert known["optimization.update_freq"] == [4 * 2]
+    assert known["optimization.max_update"] == 150_000
+    assert known["optimization.lr"][0] == pytest.approx((512 * 4_000) ** -0.5, rel=0.01)
+    assert known["lr_scheduler.warmup_updates"] == 4_000
+    assert known["criterion.label_smoothing"] == 0.1
+
+
 def test_the_compact_transformer_is_that_of_the_algebraic_paper():
     cells = read_paper(ROOT / "results" / "paper" / "ape-table3.csv")
     theirs = {cell["setting"]: cell["printed"] for cell in cells if cell["column"] == "Image"}
@@ -148,4 +194,6 @@ def test_the_compact_transformer_is_that_of_the_algebraic_paper():
         "Norm Position": "Pre",  # all classifiers have it
     }
     assert known["model.patch_embedding"] == "convolution"
+    assert known["model.pooling"] == "gate"
+    assert known["optimization.clip_norm"] == 0
     assert known["optimization.max_update"] == 300 * math.ceil(45_000 / known["dataset.batch_size"])

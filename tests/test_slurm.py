@@ -250,6 +250,9 @@ def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_pa
     (tmp_path / "slurm.yaml").write_text(written)
     site = slurm.load_site(tmp_path / "slurm.yaml", {"time": "2:00:00", "nodes": None})
     assert {"--partition=gpu", "--time=2:00:00", "--nodes=1"} <= set(site.options())
+    assert "--cpus-per-task=1" in site.options()
+    of_eight = slurm.load_site(ROOT / "configs" / "slurm.yaml", {"gpus_per_node": 8})
+    assert "--cpus-per-task=32" in of_eight.options()  # each process has loaders
     script = slurm.job_script(tmp_path, tmp_path, ["python", "-m", "x"], site)
     assert "export LRPE_FAIRSEQ_GRACE=110" in script
     assert script.index("module load x") < script.index("python -m x --array-task")

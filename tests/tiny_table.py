@@ -52,7 +52,7 @@ def repository(folder: Path, corpus: Corpus) -> Path:
     config["dataset"] |= {"max_tokens": 128, "validate_interval_updates": SAVED}
     config["checkpoint"]["save_interval_updates"] = SAVED
     (folder / "configs" / "lm" / "tiny.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    (folder / "configs" / "slurm.yaml").write_text("{gpus_per_node: 0, cpus_per_task: 1}")
+    (folder / "configs" / "slurm.yaml").write_text("{gpus_per_node: 0, cpus_per_process: 1}")
     shutil.copytree(corpus.data, folder / "data" / "tiny" / "bin")
     return folder
 

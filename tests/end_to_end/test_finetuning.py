@@ -243,7 +243,7 @@ def test_the_grid_is_every_task_rate_and_seed_and_its_best_rate_fills_the_table(
         CONFIGS / "roberta" / "finetune.yaml",
         "paper",
         ["RTE"],
-        finetune_glue.RATES,
+        table.rates_at("paper", ()),
         [1],
     )
     assert set(by_hand) <= set(grid)
@@ -256,6 +256,7 @@ def test_only_the_checkpoints_of_its_table_fill_table_3(seed, monkeypatch):
     monkeypatch.setattr(finetune_glue, "source_of", lambda path: {"checkpoint": path, **known})
     options = finetune_glue._parse([str(path), "all", "--scale", "small"])
     home = ROOT / ("results/runs/table3" if seed == 1 else "runs/by-hand/table3")
+    assert {run.lr for run in finetune_glue._finetunings(options)} == {3e-4}  # of scale small
     assert all(home in run.result.parents for run in finetune_glue._finetunings(options))
 
 

@@ -22,7 +22,6 @@ from lrpe_fairseq.experiments.runner import schedule, slurm
 from lrpe_fairseq.experiments.runner.devices import Devices
 from lrpe_fairseq.experiments.runner.training import TrainingRun
 
-RATES = (1e-5, 3e-5, 6e-5, 1e-4)
 SEEDS = 5
 
 
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.seeds < 1 or options.jobs < 1:
         raise ValueError("--seeds and --jobs must be at least 1")
-    if not all(0 < lr < math.inf for lr in options.lr):
+    if not all(0 < lr < math.inf for lr in options.lr or ()):
         raise ValueError(f"--lr must be positive, not {' '.join(map(str, options.lr))}")
     runs = _finetunings(options)
     if options.slurm:
@@ -94,9 +93,10 @@ def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     tasks = list(glue.TASKS) if options.task == "all" else [options.task]
     glue.named(tasks[0])  # raises
     config = families.config_of(table, options.scale)
+    rates = options.lr or table.rates_at(options.scale, ())
     source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)
-    made = finetuning_runs(source, config, options.scale, tasks, options.lr, seeds)
+    made = finetuning_runs(source, config, options.scale, tasks, rates, seeds)
     # Only the checkpoints that the table names fill its cells.
     first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"
     if options.checkpoint.absolute().match(str(ROOT / first)):
@@ -115,7 +115,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, help="of pre-training")
     add("task", help=f"one of {', '.join(glue.TASKS)}, or all")
-    add("--lr", type=float, nargs="+", default=RATES, metavar="LR", help="peak learning rates")
+    add(
+        "--lr",
+        type=float,
+        nargs="+",
+        metavar="LR",
+        help="peak learning rates; default: the table's",
+    )
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--scale", default="paper", help="paper (the default) or small")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")

@@ -28,7 +28,7 @@ FAIRSEQ_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Devices:
-    """The resources of one run: CPU threads, GPUs (None: all), and Slurm nodes like this one."""
+    """The resources of one run: cores, GPUs (None: all), and Slurm nodes like this one."""
 
     threads: int = 1
     gpus: tuple[int, ...] | None = None
@@ -37,21 +37,27 @@ class Devices:
     @property
     def processes(self) -> int:
         """Number of processes that fairseq starts: one per GPU."""
+        return self._of_a_node * self.nodes
+
+    @property
+    def _of_a_node(self) -> int:
         visible = torch.cuda.device_count()
         mine = visible if self.gpus is None else min(visible, len(self.gpus))
         # Without a GPU there is one process.
-        return max(1, mine) * self.nodes
+        return max(1, mine)
 
     @property
     def environment(self) -> dict[str, str]:
         """Return environment variables for the child processes.
 
-        Waiting threads sleep instead of spinning: with other work on the machine, spinning makes a
-        training with two threads several times slower, and on an idle machine it gains nothing.
+        Processes share the cores. Waiting threads sleep instead of spinning: with other work on the
+        machine, spinning makes a training with two threads several times slower, and on an idle
+        machine it gains nothing.
         torch keeps large tensors in huge pages, if Linux permits it: every update allocates the
         logits anew; on a virtual machine their page faults are a large part of a small training.
         """
-        variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        each = max(1, self.threads // self._of_a_node)
+        variables = {"OMP_NUM_THREADS": str(each), "PYTHONUNBUFFERED": "1"}
         for name, value in {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}.items():
             # What the user has set stays.
             variables[name] = os.environ.get(name, value)
@@ -101,6 +107,7 @@ class Devices:
             command = ["bash", "-c", ranked, "rank", *command]
         return [
             *("srun", f"--nodes={self.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"),
+            f"--cpus-per-task={self.threads}",  # srun does not take it from the job
             *command,
             *(f"++distributed_training.{key}={value}" for key, value in group.items()),
         ]

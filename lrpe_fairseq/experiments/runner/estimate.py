@@ -85,12 +85,13 @@ def computed(chosen: Sequence[TrainingRun], on: str) -> list[Line]:
 
 
 def _computed(run: TrainingRun, trainings: int, card: arithmetic.Card, devices: int) -> Line:
+    """Return the estimate of a cell on as many of the devices as the runner would use."""
     try:
         words = words_of(run)
         options = identity.options(identity.resolved(run.settings()))
         if length := mean_length(run.data):
             options["task.tokens_per_sample"] = length
-        need = arithmetic.need(options, words, card, devices)
+        need = arithmetic.need(options, words, card, run.equal_parts(devices))
     except ValueError as error:
         return Line(run, trainings, None, str(error))
     return Line(run, trainings, need)

@@ -64,7 +64,7 @@ class Site:
     time: str | None = None
     nodes: int = 1
     gpus_per_node: int = 0
-    cpus_per_task: int = 1
+    cpus_per_process: int = 1
     mem: str | None = None
     running: int | None = None
     warning: int = 120
@@ -77,7 +77,9 @@ class Site:
 
     def options(self) -> list[str]:
         """Return the options of sbatch for one run."""
-        words = self.named(*ACCOUNTING, "time", "nodes", "cpus_per_task", "mem")
+        words = self.named(*ACCOUNTING, "time", "nodes", "mem")
+        # Slurm's task is a node's part of the training, which starts a process for each GPU.
+        words.append(f"--cpus-per-task={self.cpus_per_process * max(1, self.gpus_per_node)}")
         if self.gpus_per_node:
             words.append(f"--gpus-per-node={self.gpus_per_node}")
         return [*words, "--ntasks-per-node=1", *self.sbatch]
@@ -111,7 +113,7 @@ def _check_types(path: Path, settings: Mapping[str, Any]) -> None:
             f'{path}: write time in quotes, such as "24:00:00": YAML reads it as the number '
             f"{settings['time']}"
         )
-    for name in ("nodes", "cpus_per_task", "warning"):
+    for name in ("nodes", "cpus_per_process", "warning"):
         # bool is an int, and YAML reads "yes" as one.
         if type(settings.get(name, 1)) is not int or settings.get(name, 1) < 1:
             raise ValueError(f"{path}: {name} must be an integer from 1 on, not {settings[name]!r}")

@@ -266,11 +266,15 @@ class TrainingRun(ABC):
             )
         return part
 
+    def equal_parts(self, processes: int) -> int:
+        """Return how many of the processes of a machine can have equal parts of an update."""
+        settings = self.settings()
+        able = (n for n in range(processes, 1, -1) if machine.division(settings, n))
+        return next(able, 1)
+
     def divided(self, processes: int) -> str:
         """Return in words how processes share an update, as :meth:`usable` chooses them."""
-        settings, count = self.settings(), processes
-        while count > 1 and not machine.division(settings, count):
-            count -= 1
+        settings, count = self.settings(), self.equal_parts(processes)
         parts = machine.divided(settings, count) if count > 1 else {}
         parts = parts or {"optimization.update_freq": str(list(settings.optimization.update_freq))}
         said = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in parts.items())
