@@ -168,6 +168,14 @@ def test_a_check_in_the_interpreter_says_what_served_and_how_far_it_is_off(monke
     assert 0 < max(found.errors.values()) < 2e-3
 
 
+def test_a_check_that_no_kernel_serves_fails(monkeypatch):
+    monkeypatch.setattr(kernel_checks.loader, "triton_kernels", lambda name: None)
+    monkeypatch.setattr(kernel_checks.loader, "interpret", lambda: None)
+    found = kernel_checks.find("linear, gates")
+    assert not found.passed
+    assert found.reason == "no Triton kernel serves this call, so nothing was checked"
+
+
 def test_checks_cover_every_kernel_that_attention_chooses():
     """Rotations, permutations and reflections; terms and masks of softmax attention."""
     families = {name.split()[0].strip(",") for name in kernel_checks.CHECKS}

@@ -523,3 +523,13 @@ def contiguous_rows(x: Tensor) -> Tensor:
     """Return ``x``, copied unless every row (last axis) is contiguous in memory."""
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_rows(x: Tensor) -> Tensor:
+    """Return memory of the shape and dtype of ``x`` whose rows (last axis) are contiguous.
+
+    It is laid out as ``x`` if it can be. ``torch.empty_like`` alone has other rows for columns, and
+    for rows that overlap, such as windows of ``unfold``.
+    """
+    out = torch.empty_like(x)
+    return out if out.stride(-1) == 1 or out.shape[-1] == 1 else x.new_empty(x.shape)

@@ -10,8 +10,10 @@ where the kernel does not serve its tensors.
 Axes: B batch, H heads, T time, D key width, E value width.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +23,35 @@ from lrpe_fairseq.kernels.conditions import is_plain
 from lrpe_fairseq.kernels.encode import encode, encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Transform, Turns, Variant
 from lrpe_fairseq.kernels.linear import causal, causal_cpu
+
+
+SOURCES = (
+    "operators.py",
+    "triton_operators.py",
+    "loader.py",
+    "results.py",
+    "encode/encode_cpu.py",
+    "linear/causal_cpu.py",
+)
+"""The files that decide the shapes, the strides and the gradients of operators."""
+
+
+def named(operator: str) -> str:
+    """Return the whole name of an operator, with a digest of :data:`SOURCES`.
+
+    Compilers keep graphs on disk, by the names of their operators. Without the digest a changed
+    operator would get graphs that were compiled for the strides of the old one.
+    """
+    return f"lrpe_fairseq::{operator}_{_DIGEST}"
+
+
+def _digest(sources: Sequence[str]) -> str:
+    here = Path(__file__).parent
+    content = b"".join((here / source).read_bytes() for source in sources)
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+_DIGEST = _digest(SOURCES)
 
 
 def _is_recorded(*tensors: Tensor | None) -> bool:
@@ -80,7 +111,7 @@ def _sums_in_cpp(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "lrpe_fairseq::causal_sums",
+    named("causal_sums"),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? log_decay, str wanted, float eps, bool keeps)"
     " -> (Tensor, Tensor, Tensor)",
@@ -105,18 +136,18 @@ def _sums(
     if wanted == "normalized":
         denominators = q.new_empty(q.shape[:3])  # only C++ reads them
     states = causal_cpu.states_of(q, v) if keeps else q.new_empty(0)
-    return torch.empty_like(v).copy_(out), _or_empty(denominators, q), states
+    return loader.empty_rows(v).copy_(out), _or_empty(denominators, q), states
 
 
 @_sums.register_fake
 def _(q, k, v, log_decay, wanted, eps, keeps):
     denominators = q.new_empty(0) if wanted == "numerator" else q.new_empty(q.shape[:3])
     states = causal_cpu.states_of(q, v) if keeps else q.new_empty(0)
-    return torch.empty_like(v), denominators, states
+    return loader.empty_rows(v), denominators, states
 
 
 @torch.library.custom_op(
-    "lrpe_fairseq::causal_sums_backward",
+    named("causal_sums_backward"),
     mutates_args=(),
     schema="(Tensor grad, Tensor? grad_denominators, Tensor q, Tensor k, Tensor v, "
     "Tensor? log_decay, Tensor states, Tensor? out, Tensor? denominators, str wanted, float eps, "
@@ -151,7 +182,7 @@ def _sums_backward(
     grads = causal.present(grad, grad_denominators)
     found = _gradients_of(definition, inputs, (True, True, True, of_gates), grads)
     laid_out = [
-        torch.empty_like(x).copy_(g) for x, g in zip(inputs, found, strict=True) if g is not None
+        loader.empty_rows(x).copy_(g) for x, g in zip(inputs, found, strict=True) if g is not None
     ]
     return *laid_out[:3], (laid_out[3] if of_gates else q.new_empty(0))
 
@@ -161,7 +192,7 @@ def _(
     grad, grad_denominators, q, k, v, log_decay, states, out, denominators, wanted, eps, of_gates
 ):
     gates = q.new_empty(q.shape[:3], dtype=log_decay.dtype) if of_gates else q.new_empty(0)
-    return *(torch.empty_like(x) for x in (q, k, v)), gates
+    return *(loader.empty_rows(x) for x in (q, k, v)), gates
 
 
 def _keep_sums(ctx, inputs, output):
@@ -219,7 +250,7 @@ def _power_of(at: Tensor, variant: Variant) -> Tensor:
 
 
 @torch.library.custom_op(
-    "lrpe_fairseq::encode",
+    named("encode"),
     mutates_args=(),
     schema=f"(Tensor x, Tensor? p, Tensor at, {_FLAGS}) -> Tensor",
 )
@@ -240,7 +271,7 @@ def _(x, p, at, phi, halves, wide, permutes, fourier):
 
 
 @torch.library.custom_op(
-    "lrpe_fairseq::encode_backward",
+    named("encode_backward"),
     mutates_args=(),
     schema="(Tensor grad, Tensor? x, Tensor? p, Tensor at, SymInt[] shape, SymInt[] strides, "
     f"bool of_p, bool of_at, {_FLAGS}) -> (Tensor, Tensor, Tensor)",
@@ -290,7 +321,10 @@ def _(grad, x, p, at, shape, strides, of_p, of_at, phi, halves, wide, permutes, 
 def _keep_encoded(ctx, inputs, output):
     x, p, at, *flags = inputs
     ctx.flags = flags
-    ctx.layout = x.shape, torch.empty_like(x, device="meta").stride()
+    layout = torch.empty_like(x, device="meta")
+    if x.shape[-1] != 1 and layout.stride(-1) != 1:  # C++ writes contiguous rows
+        layout = torch.empty(x.shape, device="meta")
+    ctx.layout = x.shape, layout.stride()
     needs_x = flags[0] or any(ctx.needs_input_grad[1:3])
     ctx.save_for_backward(x if needs_x else None, p, at)
 
@@ -324,7 +358,7 @@ _aten = torch.ops.aten
 
 
 @torch.library.custom_op(
-    "lrpe_fairseq::padded_attention",
+    named("padded_attention"),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor padding, bool causal, float scale)"
     " -> (Tensor, Tensor)",
@@ -333,6 +367,7 @@ def _padded(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithms of the sums of weights (B, H, T)."""
+    q, k, v = (loader.contiguous_rows(x) for x in (q, k, v))
     mask, blind, is_causal = _mask_of(q, k, padding, causal)
     out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
@@ -374,7 +409,7 @@ def _(q, k, v, padding, causal, scale):
 
 
 @torch.library.custom_op(
-    "lrpe_fairseq::padded_attention_backward",
+    named("padded_attention_backward"),
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor padding, Tensor out, Tensor sums, "
     "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
@@ -391,6 +426,7 @@ def _padded_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
+    q, k, v = (loader.contiguous_rows(x) for x in (q, k, v))
     mask, blind, is_causal = _mask_of(q, k, padding, causal)
     grad = grad if blind is None else grad.masked_fill(blind, 0.0)
     found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

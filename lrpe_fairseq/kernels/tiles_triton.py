@@ -286,7 +286,7 @@ def incoming(
 def unsaturated(go, o):
     """Set the gradients of results (C, BE) that saturate float16 to zero."""
     if o.dtype == tl.float16:
-        go = tl.where(tl.abs(o.to(tl.float32)) < SATURATED, go, 0.0)
+        go = tl.where(tl.abs(o.to(tl.float32)) >= SATURATED, 0.0, go)
     return go
 
 
@@ -294,5 +294,6 @@ def unsaturated(go, o):
 def saturated(out, dtype: tl.constexpr):
     """Return quotients, which saturate float16."""
     if dtype == tl.float16:
-        out = tl.minimum(tl.maximum(out, -SATURATED), SATURATED)
+        out = tl.maximum(out, -SATURATED, tl.PropagateNan.ALL)
+        out = tl.minimum(out, SATURATED, tl.PropagateNan.ALL)
     return out

@@ -23,7 +23,7 @@ from lrpe_fairseq.kernels import loader, triton_calls
 from lrpe_fairseq.kernels.conditions import called_in_tracing
 from lrpe_fairseq.kernels.flash import flash, stick
 from lrpe_fairseq.kernels.linear import causal
-from lrpe_fairseq.kernels.operators import with_autograd
+from lrpe_fairseq.kernels.operators import named, with_autograd
 from lrpe_fairseq.kernels.results import narrow, result_like, result_type
 from lrpe_fairseq.kernels.triton_calls import CAUSAL, FLASH
 
@@ -116,8 +116,7 @@ class _Operator:
 
     @staticmethod
     def _defined(name: str, schema: str, function: Callable, fake: Callable) -> Any:
-        name = f"lrpe_fairseq::{name}"
-        operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        operator = torch.library.custom_op(named(name), function, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         return operator
 

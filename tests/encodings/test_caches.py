@@ -9,6 +9,9 @@ import time
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lrpe_fairseq.attention import tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
@@ -50,6 +53,56 @@ def test_an_entry_belongs_to_the_same_tensors_in_the_same_version_and_key():
     assert cache.get((other, one), "b", next_value) == 4
     with torch.inference_mode():
         assert cache.get((other, one), "b", next_value) == 5
+
+
+class Recorder(TorchDispatchMode):
+    """Operations of one call, repeated into the same memory, as a CUDA graph repeats them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, given=(), named=None):
+        out = function(*given, **(named or {}))
+        self.calls.append((function, given, named or {}, out))
+        return out
+
+    def replay(self):
+        for function, given, named, out in self.calls:
+            again = function(*given, **named)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type1", "t5"])
+def test_a_recorded_graph_reads_the_documents_of_every_call(name):
+    """Also after a call that filled the caches, as it runs before a capture."""
+    torch.manual_seed(0)
+    kind = "linear" if name == "lrpe-type1" else "softmax"
+    module = MultiheadAttention(32, 2, attention_type=kind, position_encoding=name, causal=True)
+    x, starts = torch.randn(2, 12, 32), torch.zeros(2, 12, dtype=torch.bool)
+    others = starts.clone()
+    others[0, 5] = others[1, 7] = True
+    with torch.no_grad():
+        module.attend(x, starts=starts)
+        with Recorder() as graph:
+            found, _ = module.attend(x, starts=starts)
+        starts.copy_(others)
+        graph.replay()
+        torch.testing.assert_close(found, module.attend(x, starts=others)[0])
+
+
+def test_a_traced_encoding_reads_the_positions_of_every_call():
+    encoding = build_encoding("rope", head_dim=8, num_heads=2)
+    x, positions = torch.randn(1, 2, 6, 8), torch.arange(6)
+
+    def encoded(x, positions):
+        return encoding(x, x, positions, positions)[0]
+
+    encoded(x, positions)
+    traced = make_fx(encoded)(x, positions)
+    torch.testing.assert_close(traced(x, positions + 7), encoded(x, positions + 7))
 
 
 def test_a_value_replaced_while_it_is_computed_is_still_the_callers_own():

@@ -107,13 +107,29 @@ def minus_in_name(x):
     return torch.view_as_complex(torch.stack([x, -x], -1)).conj().imag
 
 
-@pytest.mark.parametrize(
-    "layout", [heads_inside, part_of_more, minus_in_name, lambda x: x.mT.contiguous().mT]
-)
+def columns(x):
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("layout", [heads_inside, part_of_more, minus_in_name, columns])
 def test_any_layout_in_memory_is_read_right(layout):
     inputs = example(70, dtype=torch.float64)
     given = [layout(x.detach()).requires_grad_() for x in inputs]
     assert_near(results(causal_cpu.causal_sums, given), results(causal.definition, inputs), 1e-9)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_rows_that_overlap_in_memory_are_read_right(which):
+    inputs = [x.detach() for x in example(3, 8, 8, torch.float64)]
+    inputs[which] = torch.rand(BATCH, HEADS, 40, dtype=torch.float64).unfold(-1, 8, 1)[:, :, :3]
+    given, copied = (
+        [y.requires_grad_() for y in x]
+        for x in (
+            [x.detach() for x in inputs],
+            [x.clone(memory_format=torch.contiguous_format) for x in inputs],
+        )
+    )
+    assert_near(results(causal_cpu.causal_sums, given), results(causal.definition, copied), 1e-9)
 
 
 def test_results_lie_in_memory_as_the_arguments_do():

@@ -8,6 +8,7 @@ import torch
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.softmax.fused import softmax_attention_naive
+from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import operators
 from lrpe_fairseq.kernels.encode import encode, encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Turns, Variant
@@ -174,7 +175,39 @@ def test_an_exported_program_takes_other_lengths(attention_type, name):
         torch.testing.assert_close(program.module()(x), module.attend(x)[0], rtol=1e-4, atol=1e-5)
 
 
+def columns(x):
+    """The same numbers with columns contiguous in memory, as a convolution leaves projections."""
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type1", "lrpe-type2", "lrpe-type4"])
+def test_projections_of_a_convolution_have_the_gradients_of_eager_execution(name):
+    torch.manual_seed(0)
+    encoding, positions = build_encoding(name, head_dim=8, num_heads=2), torch.arange(5)
+    project = torch.nn.Conv1d(16, 32, 1)
+
+    def function(x):
+        q, k = project(x).unflatten(1, (2, 2, 8)).unbind(1)
+        q, k = encoding(q.mT, k.mT, positions, positions)
+        return q @ k.mT
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_same_gradients(function, compiled, torch.randn(1, 16, 5), [*project.parameters()])
+
+
 # --- the operators -----------------------------------------------------------------------------
+
+
+def test_the_names_of_operators_change_with_the_files_that_decide_their_results(tmp_path):
+    """Compilers keep graphs on disk, by these names."""
+    assert operators._encoded._qualname == operators.named("encode")
+    file = tmp_path / "a.py"
+    found = set()
+    for text in ("one", "two"):
+        file.write_text(text)
+        found.add(operators._digest([str(file)]))
+    assert len(found) == 2
+    assert operators._digest(operators.SOURCES) in operators.named("encode")
 
 
 def sums_inputs(dtype=torch.float64):
@@ -242,17 +275,21 @@ def test_the_operator_of_encodings_is_its_definition(name, in_cpp, monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", ["numerator", "sums", "normalized"])
-def test_fake_forms_and_gradients_are_those_of_the_operator_of_causal_sums(wanted):
+@pytest.mark.parametrize("layout", [torch.clone, columns])
+def test_fake_forms_and_gradients_are_those_of_the_operator_of_causal_sums(wanted, layout):
     *rows, gates = sums_inputs(torch.float32)
+    rows = [layout(x.detach()).requires_grad_() for x in rows]
     arguments = *rows, gates, wanted, 1e-6, True
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operators._sums, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_fake_forms_and_gradients_are_those_of_the_operator_of_encodings(name):
+@pytest.mark.parametrize("layout", [torch.clone, columns])
+def test_fake_forms_and_gradients_are_those_of_the_operator_of_encodings(name, layout):
     variant = VARIANTS[name]
     x, p, power = encode_inputs(variant)
+    x = layout(x.detach()).requires_grad_()
     at = power if variant.permutes else torch.stack(power, -1).detach().requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operators._encoded, (x, p, at, *variant), test_utils=checks)
@@ -263,7 +300,8 @@ def test_fake_forms_and_gradients_are_those_of_the_operator_of_encodings(name):
 def test_the_operator_of_padded_attention_is_its_definition(causal, hidden):
     """Without padding, with some, and with a text of padding only."""
     torch.manual_seed(0)
-    rows = [torch.randn(2, 3, 12, 8, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    rows = [torch.randn(2, 3, 12, 8, dtype=torch.float64) for _ in range(3)]
+    rows = [columns(x).requires_grad_() for x in rows]
     padding = torch.zeros(2, 12, dtype=torch.bool)
     padding[1, 12 - hidden :] = True
     visible = ~padding[:, None, None]

@@ -216,6 +216,18 @@ def test_queries_and_keys_of_different_sequences(width, monkeypatch):
     torch.testing.assert_close(found, module._encoded(*given), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["fused", "native"], indirect=True)
+def test_the_feature_of_nan_is_nan(form):
+    encoding, (x, positions) = built("lrpe-type2"), example(5)
+    x[0, 3] = torch.nan
+    rows = heads(x).requires_grad_()
+    found = one_pass(encoding, rows, positions["shared"])(rows)
+    (gradient,) = torch.autograd.grad(found.sum(), rows)
+    for numbers in (found, gradient):
+        assert numbers[0, :, 3].isnan().all()
+        assert numbers[0, :, 4].isfinite().all()
+
+
 @pytest.mark.parametrize(("name", "time", "kind"), pairwise(NATIVE, [1, 32, 45], ["shared", "own"]))
 @pytest.mark.parametrize("form", ["native"], indirect=True)
 def test_one_pass_in_cpp_gives_the_encoding_and_its_gradients(name, time, kind):
@@ -250,6 +262,21 @@ def test_a_row_that_is_not_finite_stays_alone(name):
     assert torch.equal(found[others], wanted[others])
     others[1, 0, 3] = False
     assert torch.equal(gradient[others], wanted_gradient[others])
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-type2", "lrpe-type4"])
+@pytest.mark.parametrize("form", ["native"], indirect=True)
+def test_rows_that_overlap_in_memory_have_their_own_gradients(name):
+    encoding, (_, positions) = built(name), example(3)
+    rows = torch.randn(2, HEADS, 40).unfold(-1, 16, 1)[:, :, :3]
+    encode = one_pass(encoding, rows, positions["shared"])
+    found = []
+    for x in (rows, rows.contiguous()):
+        x = x.detach().requires_grad_()
+        out = encode(x)
+        weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+        found.append([out, *torch.autograd.grad(out, x, weights)])
+    torch.testing.assert_close(*found)
 
 
 def assert_one_pass_is_the_encoding(name, time, kind, width=16, phi=True, far=0):

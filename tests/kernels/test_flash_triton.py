@@ -97,6 +97,17 @@ def test_a_query_without_a_visible_key_gets_zeros_and_gives_none():
         assert (found[name][0, :, 6] != 0).any(), name
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_score_that_is_not_finite_is_not_hidden(value):
+    tensors, options = inputs(T=20, B=1, H=1, device=DEVICE)
+    tensors["q"][0, 0, 5, 3] = value
+    found = results(flash_attention, tensors, options)
+    assert found["out"][0, 0, 5].isnan().all()
+    assert found["out"][0, 0, 6].isfinite().all()
+    for name in ("k", "v"):
+        assert found[name].isnan().any(), name
+
+
 @pytest.mark.parametrize("steps", ["near 1/2", "near 1", "closed"])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_sums_of_the_gates_of_100000_tokens_are_exact_to_float32(dtype, steps):

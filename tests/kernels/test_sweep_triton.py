@@ -218,3 +218,25 @@ def test_sums_over_all_keys_equal_the_definition(shape, wanted, keys, programs, 
         leaves[1:] = example(keys, *shape[1:], dtype, batch=len(leaves[0]))[1:]
     found = errors(leaves, wanted, full_sums, full_definition)
     assert max(found) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize(
+    ("which", "causal", "dtype"), pairwise(["q", "k", "v", "gates"], [True, False], list(BOUND))
+)
+def test_a_nan_is_not_hidden(which, causal, dtype):
+    """No number of the result hides it that has it by definition, and no gradient as a whole.
+
+    Gradients of the definition have more of them, from products with masked zeros.
+    """
+    if which == "gates" and not causal:
+        pytest.skip("without a causal mask there are no gates")
+    leaves = example(20, 16, 16, dtype, "token" if causal else None, batch=1)
+    leaves[["q", "k", "v", "gates"].index(which)][0, 1, 5, ...] = torch.nan
+    form, wanted = (
+        (sweep_triton.causal_sums, definition) if causal else (full_sums, full_definition)
+    )
+    found = results(form, leaves, "normalized")
+    expected = results(wanted, leaves, "normalized", torch.float64)
+    assert not (found[0].isfinite() & ~expected[0].isfinite()).any()
+    for ours, exact in zip(found, expected, strict=True):
+        assert ours.isfinite().all() == exact.isfinite().all()

@@ -93,6 +93,11 @@ def _cached_constant(values: tuple[float, ...], dtype: torch.dtype, device: torc
         return torch.tensor(values, dtype=dtype, device=device)
 
 
+def _is_recorded(x: Tensor) -> bool:
+    """True if a graph of operations is recorded, by a compiler, a tracer or CUDA."""
+    return is_transformed() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 class PositionCache:
     """A cache of the last values computed from some tensors, outside the state dict.
 
@@ -118,9 +123,9 @@ class PositionCache:
 
         ``key`` holds everything else that the value depends on, such as its dtype.
         """
-        if torch.compiler.is_compiling():
-            return compute()  # the compiler cannot compare object identities
         sources = sources if isinstance(sources, tuple) else (sources,)
+        if _is_recorded(sources[0]):
+            return compute()  # the graph would keep a cached value for all its calls
         if torch.is_inference_mode_enabled() or any(s.is_inference() for s in sources):
             return compute()  # inference tensors have no version and cannot be used in training
         versions = [s._version for s in sources]  # an edit in place changes it

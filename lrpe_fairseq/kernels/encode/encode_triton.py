@@ -372,7 +372,7 @@ def _moves(
 @triton.jit
 def _phi(x):
     """Compute 1 + elu(x)."""
-    return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+    return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0, tl.PropagateNan.ALL)))
 
 
 @triton.jit

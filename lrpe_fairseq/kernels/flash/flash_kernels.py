@@ -80,7 +80,7 @@ def output_kernel(
         if DROPS:
             p = tl.where(kept(seed_ptr, sequence, m, n, threshold, BM, BN), p, 0.0)
         out = out * shrink[:, None] + dot(p.to(v.dtype), v)
-    seen = total > 0
+    seen = total != 0  # NaN is seen
     out = tl.where(seen[:, None], out * (inverse / tl.where(seen, total, 1.0))[:, None], 0.0)
     store_rows(o_ptr + (b * ob + h * oh) * UNIT, out, m * BM, ot * UNIT, T, E, BM, EP)
     lse = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("inf"))

@@ -115,7 +115,7 @@ def sums(
         recomputes the rest.
     """
     states = states_of(q, v) if keeps else None
-    out = torch.empty_like(v)
+    out = loader.empty_rows(v)
     denominators = None if wanted == "numerator" else q.new_empty(q.shape[:3])
     tensors = {"states": states, "out": out, "denominators": denominators}
     _run("causal_forward", log_decay, (wanted, eps), q=q, k=k, v=v, **tensors)
@@ -136,7 +136,7 @@ def gradients(
     """
     q, k, v, log_decay = rows
     states, out, denominators = kept
-    grads = {name: torch.empty_like(x) for name, x in zip(GRADIENTS, (q, k, v), strict=False)}
+    grads = {name: loader.empty_rows(x) for name, x in zip(GRADIENTS, (q, k, v), strict=False)}
     if of_gates:
         grads["grad_gates"] = q.new_empty(q.shape[:3], dtype=torch.float64)
     given = {"states": states, "out": out, "denominators": denominators}

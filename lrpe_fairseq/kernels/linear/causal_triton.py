@@ -502,7 +502,7 @@ def _output_kernel(
         if block_of_e == 0:
             tl.store(denominator_ptr + sequence * T + t, denominator, mask=inside)
     if NORMALIZE:
-        out = out / tl.maximum(denominator, eps)[:, None]
+        out = out / tl.maximum(denominator, eps, tl.PropagateNan.ALL)[:, None]
     _store_rows(out_ptr, out, sequence, t, e, inside, T, E)
 
 

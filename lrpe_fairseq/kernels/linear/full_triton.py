@@ -20,7 +20,7 @@ from torch import Tensor
 from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
-from lrpe_fairseq.kernels.loader import launch
+from lrpe_fairseq.kernels.loader import empty_rows, launch
 from lrpe_fairseq.kernels.results import narrow, result_like, result_type
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
@@ -110,7 +110,7 @@ def _gradients(
     # a kernel that does not read a pointer still needs one: any tensor of the device will do
     g = q if grad_denominator is None else grad_denominator.float().contiguous()
     inverses = q if denominator is None else denominator
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (empty_rows(x) for x in (q, k, v))
     sums_of_parts = _per_part(q, v)
     rows = with_strides(q, grad, grad if out is None else out, dq)
     _launch(_query_kernel, q, v, *rows, inverses, g, state, sums_of_parts, eps, **modes)
@@ -217,7 +217,7 @@ def _output_kernel(
         if KEYS:
             den = row_products(q, keys)
             if DIVIDE:
-                den = 1.0 / tl.maximum(den, eps)
+                den = 1.0 / tl.maximum(den, eps, tl.PropagateNan.ALL)
                 out = saturated(out * den[:, None], q.dtype)
             tl.store(den_ptr + sequence * T + t, den, mask=t < T)
         store(o_ptr, out, first, ot, T, C, E, BE)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
-from lrpe_fairseq.kernels.loader import launch
+from lrpe_fairseq.kernels.loader import empty_rows, launch
 from lrpe_fairseq.kernels.results import narrow, result_like, result_type
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
@@ -272,7 +272,7 @@ def _gradients(
         out, denominator = grad, q
     g = call.vector(q.shape[2]) if grad_denominator is None else grad_denominator
     g = g.float().contiguous()
-    dq, dk, dv = grads = [torch.empty_like(x) for x in (q, k, v)]
+    dq, dk, dv = grads = [empty_rows(x) for x in (q, k, v)]
     products = call.vector(q.shape[2]) if call.with_gates else q
     rows, sums = with_strides(q, k, v, grad, out), (logs, denominator, g)
     constants = {**call.modes, "GRADS": call.with_gates}
@@ -311,7 +311,7 @@ def _logarithms_kernel(gate_ptr, gb, gh, gt, log_ptr, T, H):
     t = block * BLOCK + row
     at = head(gate_ptr, sequence, H, gb, gh) + t.to(tl.int64) * gt
     log = tl.load(at, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
-    log = tl.maximum(log, LOWEST)
+    log = tl.maximum(log, LOWEST, tl.PropagateNan.ALL)
     step = tl.ceil(log * GRID) / GRID
     log_ptr += (sequence * tl.num_programs(1) + block) * 2 * BLOCK + row
     tl.store(log_ptr, tl.cumsum(step, 0))
@@ -490,7 +490,7 @@ def _forward_kernel(
         if KEYS:
             den = row_products(q, keys) * into + tl.sum(scores, 1)
             if DIVIDE:
-                den = 1.0 / tl.maximum(den, eps)
+                den = 1.0 / tl.maximum(den, eps, tl.PropagateNan.ALL)
                 out = saturated(out * den[:, None], v.dtype)
             tl.store(den_ptr + t, den, mask=t < T)
             keys = keys * whole + column_sums(k, out_of, DECAYS)
