@@ -24,7 +24,6 @@ from lrpe_fairseq.kernels.encode import encode, encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Transform, Turns, Variant
 from lrpe_fairseq.kernels.linear import causal, causal_cpu
 
-
 SOURCES = (
     "operators.py",
     "triton_operators.py",
