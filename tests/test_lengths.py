@@ -95,8 +95,11 @@ def test_bounded_needs_linear_attention_of_the_normalizer_rotated():
     linear = {"model.position_encoding": "rope", "model.attention_type": "linear,softmax"}
     lm.require_positions(linear, 256, wanted)
     lm.require_positions({**linear, "model.attention_normalizer": "rotated"}, 256, wanted)
+    # the second layer has softmax attention, which reads no normalizer
+    lm.require_positions({**linear, "model.attention_normalizer": "rotated,content"}, 256, wanted)
     softmax = {**linear, "model.attention_type": "softmax"}
-    for other in (softmax, {**linear, "model.attention_normalizer": "rotated,content"}):
+    others = ({**linear, "model.attention_normalizer": n} for n in ("content,rotated", "bounded"))
+    for other in (softmax, *others):
         with pytest.raises(UserError, match="attention of the normalizer rotated, which this"):
             lm.require_positions(other, 256, wanted)
 

@@ -305,6 +305,15 @@ def test_texts_of_other_lengths_need_no_other_proof():
         assert len(keys) == 1
 
 
+def test_gates_of_another_precision_need_a_proof_of_their_own():
+    """A kernel is compiled for the types of its pointers."""
+    proofs = importlib.import_module(triton_calls.PROOFS[triton_calls.CAUSAL])
+    x, gates = torch.rand(1, 2, 70, 16).half(), -torch.rand(1, 2, 70)
+    types = (torch.float16, torch.float32)
+    keys = {proofs.causal_key_of(x, x, x, "sums", gates.to(t), 1e-6) for t in types}
+    assert len(keys) == 2
+
+
 # --- keys, threads, capture ----------------------------------------------------------------------
 
 

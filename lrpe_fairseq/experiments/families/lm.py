@@ -135,12 +135,14 @@ def require_positions(options: Mapping[str, Any], trained: int, wanted: Sequence
 
 
 def _divides_by_sums(options: Mapping[str, Any]) -> bool:
-    """True if a layer has linear attention, and no layer another normalizer than ``rotated``."""
-    normalizers = patterns.values(options.get("model.attention_normalizer") or "rotated")
-    return "linear" in patterns.values(options["model.attention_type"]) and set(normalizers) <= {
-        "rotated",
-        BOUNDED,
-    }
+    """True if all layers of linear attention divide by sums of scores, some without a bound."""
+    attention = options["model.attention_type"]
+    normalizer = options.get("model.attention_normalizer") or "rotated"
+    # After so many layers both patterns begin again.
+    layers = math.lcm(len(patterns.values(attention)), len(patterns.values(normalizer)))
+    kinds, names = (patterns.over_layers(pattern, layers) for pattern in (attention, normalizer))
+    of_linear = {name for kind, name in zip(kinds, names, strict=True) if kind == "linear"}
+    return "rotated" in of_linear and of_linear <= {"rotated", BOUNDED}
 
 
 def evaluation_command(

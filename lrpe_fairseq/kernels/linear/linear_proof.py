@@ -28,7 +28,7 @@ def causal_key_of(
     """Return the family, the device and the constants of ``causal_triton.causal_sums``."""
     decay = None
     if log_decay is not None:
-        decay = log_decay.dim(), log_decay.requires_grad
+        decay = log_decay.dim(), log_decay.dtype, log_decay.requires_grad
     batch, heads, time = q.shape[:3]
     parts: Any = fits_registers(q, v) and _in_parts(batch * heads, time, log_decay)
     if not fits_registers(q, v):
