@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lrpe_fairseq.attention import projected, softmax, transport
+from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.attention.multihead import MultiheadAttention, reorder_attention_state
 from lrpe_fairseq.encodings import (
     ENCODINGS,
@@ -613,6 +615,36 @@ def test_a_model_that_diverged_computes_numbers_and_does_not_raise(name, attenti
     out, _ = module(torch.randn(5, 2, WIDTH, dtype=torch.float64))
     out.sum().backward()
     assert out.isnan().any()
+
+
+def normalizers_of(name, attention_type):
+    """The normalizers under which an attention computes."""
+    if attention_type == "softmax":
+        return ("rotated",)
+    # gates of single features need features without encoding of the same width
+    widens = name in BY_CHANNEL and encoding_of(name).feature_dim != D
+    return [n for n in NORMALIZERS if not (widens and n == "bounded")]
+
+
+NORMALIZED = [
+    (*mode, normalizer) for mode in MODES for normalizer in normalizers_of(mode[0], mode[1])
+]
+
+
+@pytest.mark.parametrize(("name", "attention_type", "causal", "normalizer"), in_turn(NORMALIZED))
+def test_checkpointing_changes_no_gradient(name, attention_type, causal, normalizer):
+    """In float32, which all kernels of a CPU support."""
+    options = {"causal": causal, "normalizer": normalizer}
+    module = attention_of(name, attention_type, **options).float()
+    x = torch.randn(9, 2, WIDTH, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    learned = [x, *(p for p in module.parameters() if p.requires_grad)]
+
+    def gradients(out):
+        return torch.autograd.grad(out.square().sum(), learned, allow_unused=True)
+
+    expected = gradients(module(x)[0])
+    found = gradients(checkpoint(lambda given: module(given)[0], x, use_reentrant=False))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("attention_type", ["linear", "softmax"])

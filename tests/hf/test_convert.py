@@ -111,13 +111,18 @@ def test_packed_documents_are_those_of_transformers(name):
     torch.testing.assert_close(packed[1][:, 9:29], alone, **CLOSE)
 
 
-@by_model
-def test_gradient_checkpointing_changes_no_gradient_of_padded_rows(name):
+LINEAR = {"attention_type": "linear", "position_encoding": "fox"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in MODELS), ("llama", LINEAR), ("gpt2", LINEAR)]
+)
+def test_gradient_checkpointing_changes_no_gradient_of_padded_rows(name, options):
     mask = torch.ones_like(tokens())
     mask[0, :5] = 0
     found = []
     for checkpointed in (False, True):
-        model = copy.deepcopy(pair(name)[1]).train()
+        model = converted(name, **options).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0

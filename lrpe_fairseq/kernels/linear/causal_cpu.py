@@ -95,7 +95,8 @@ class _CausalSums(torch.autograd.Function):
     def backward(ctx, grad, grad_denominators):
         if torch.is_grad_enabled():
             return _gradients_as_graph(ctx, grad, grad_denominators)
-        rows, kept = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        saved = ctx.saved_tensors  # read once, as checkpointing allows
+        rows, kept = saved[:4], saved[4:]
         of_gates = ctx.needs_input_grad[3]
         return *gradients(grad, grad_denominators, rows, kept, ctx.settings, of_gates), None, None
 
