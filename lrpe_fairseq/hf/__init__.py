@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from lrpe_fairseq.hf.auto import register_causal_lm
 from lrpe_fairseq.hf.config import LRPEConfig
 from lrpe_fairseq.hf.convert import convert
 from lrpe_fairseq.hf.converted import register
@@ -31,8 +32,7 @@ __all__ = [
     "plan",
 ]
 
-transformers.AutoConfig.register(LRPEConfig.model_type, LRPEConfig, exist_ok=True)
+register_causal_lm(LRPEConfig, LRPEForCausalLM)
 transformers.AutoModel.register(LRPEConfig, LRPEModel, exist_ok=True)
-transformers.AutoModelForCausalLM.register(LRPEConfig, LRPEForCausalLM, exist_ok=True)
 transformers.AutoModelForMaskedLM.register(LRPEConfig, LRPEForMaskedLM, exist_ok=True)
 register()

@@ -23,6 +23,7 @@ from lrpe_fairseq.encodings import SPE
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.rotations.cores import after_loading
 from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.hf.auto import register_causal_lm
 from lrpe_fairseq.hf.cache import state_layer
 from lrpe_fairseq.hf.calls import Call, attended, is_one_sided, padding_of
 from lrpe_fairseq.hf.config import refuse_of_training
@@ -304,6 +305,4 @@ def converted_classes(kind: str) -> tuple[type[PretrainedConfig], type[PreTraine
 def register() -> None:
     """Let ``AutoConfig`` and ``AutoModelForCausalLM`` load converted models."""
     for kind in FAMILIES:
-        config, model = converted_classes(kind)
-        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-        transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)
+        register_causal_lm(*converted_classes(kind))
