@@ -9,7 +9,17 @@ from transformers import PreTrainedModel
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.hf.converted import ConvertedModel, build, converted_classes, replace
 from lrpe_fairseq.hf.exported import convert_exported
-from lrpe_fairseq.hf.families import changed, kind_of, plan, reasons, refuse_reasons
+from lrpe_fairseq.hf.families import (
+    changed,
+    family_of,
+    kind_of,
+    layers_of,
+    maps_of,
+    plan,
+    reasons,
+    refuse_reasons,
+    require_plain,
+)
 from lrpe_fairseq.hf.model import LRPEForCausalLM
 
 
@@ -33,8 +43,8 @@ def convert(
         ``config.lrpe`` has the options of every converted layer; an exported model keeps its class,
         and ``config.attention`` has them.
     Raises: ChoiceError for a model that our attention does not represent, with all reasons, for
-        layers that do not exist or are converted already, and for options that do not fit. The
-        model is then unchanged.
+        layers that do not exist or are converted already, for options that do not fit, and for
+        adapters whose weights would be lost. The model is then unchanged.
     """
     config = model.config
     if isinstance(model, LRPEForCausalLM):
@@ -44,6 +54,9 @@ def convert(
     _require_causal_lm(model)
     done = {int(layer) for layer in getattr(config, "lrpe", None) or {}}
     chosen = _chosen(config.num_hidden_layers, layers, done)
+    for layer in chosen:
+        old = getattr(layers_of(model.base_model, config)[layer], family_of(config).attention)
+        require_plain(maps_of(old))
     pretrained = plan(config)
     wanted = {layer: changed(pretrained[layer], options) for layer in chosen}
     if chosen:

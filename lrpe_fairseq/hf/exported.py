@@ -1,12 +1,13 @@
 """Another attention in the layers of an exported model, which has this package's attention."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.hf.config import LAYER
-from lrpe_fairseq.hf.families import Options, changed
+from lrpe_fairseq.hf.families import Options, changed, require_plain
 from lrpe_fairseq.hf.model import LRPEForCausalLM
 
 
@@ -17,24 +18,49 @@ def convert_exported(
 
     Weights keep their values wherever the changed model has weights of that name and shape. Other
     weights, such as those of new gates, are those of a new model.
-    Raises: ChoiceError for options that do not fit. The model is then unchanged.
+    Raises: ChoiceError for options that do not fit, and for weights such as those of adapters,
+        which would be lost. The model is then unchanged.
     """
+    require_plain(part for part in model.modules() if isinstance(part, nn.Linear))
     config = copy.deepcopy(model.config)
     config.attention = [
         changed({**LAYER, **own}, options) if layer in layers else own
         for layer, own in enumerate(config.attention)
     ]
     made = LRPEForCausalLM(config)
+    _require_own(model, made)
     made.load_state_dict(_common(model, made), strict=False)
     made.to(model.device, model.dtype).train(model.training)
     model.model, model.lm_head, model.config = made.model, made.lm_head, config
     return model
 
 
+def _require_own(model: LRPEForCausalLM, made: LRPEForCausalLM) -> None:
+    """Refuse weights of a model that neither its configuration nor that of ``made`` has."""
+    known, wanted = _tensors(model), _tensors(made)
+    lost = _without_place(known, wanted)
+    if lost:  # such as those of gates that the options remove
+        lost &= _without_place(known, _tensors(LRPEForCausalLM(copy.deepcopy(model.config))))
+    if lost:
+        raise ChoiceError(
+            f"the weight {min(lost)} is not of the model's configuration and would be lost: merge "
+            "the adapters first"
+        )
+
+
+def _without_place(known: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of weights that others do not have, or have in another shape."""
+    return {n for n, own in known.items() if n not in wanted or wanted[n].shape != own.shape}
+
+
+def _tensors(model: LRPEForCausalLM) -> dict[str, Tensor]:
+    """Return all parameters and buffers, also those of shared encodings."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    return known | dict(model.named_buffers(remove_duplicate=False))
+
+
 def _common(model: LRPEForCausalLM, made: LRPEForCausalLM) -> dict[str, Tensor]:
     """Return the weights of a model for which another one has a place."""
-    known = dict(model.named_parameters(remove_duplicate=False))  # also of shared encodings
-    known |= dict(model.named_buffers(remove_duplicate=False))
-    wanted = made.state_dict()
-    same = {name for name in wanted if name in known and known[name].shape == wanted[name].shape}
+    known, wanted = _tensors(model), made.state_dict()
+    same = wanted.keys() & known.keys() - _without_place(known, wanted)
     return {name: known[name] for name in same}

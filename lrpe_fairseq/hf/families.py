@@ -3,7 +3,7 @@
 Axes: H heads of queries, K heads of keys and values, D head width, C width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from lrpe_fairseq.encodings import has_rotations
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
@@ -75,6 +76,9 @@ KNOWN_REASONS = {
     "gpt_oss": ("sinks of attention",),
 }
 """What attention of other model types has that ours has not."""
+MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value", "dense", "c_attn", "c_proj")
+"""Names of linear maps in attention of transformers."""
+PLAIN = (nn.Linear, Conv1D)
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Values of ``rope_type`` whose angles do not depend on the length of a text."""
 
@@ -232,6 +236,25 @@ def turned_fraction(config: PretrainedConfig) -> float:
 def layers_of(body: nn.Module, config: PretrainedConfig) -> nn.ModuleList:
     """Return the layers of the body of a model."""
     return getattr(body, family_of(config).layers)
+
+
+def maps_of(old: nn.Module) -> list[nn.Module]:
+    """Return the linear maps of attention of a layer of transformers."""
+    return [getattr(old, name) for name in MAPS if hasattr(old, name)]
+
+
+def require_plain(maps: Iterable[nn.Module]) -> None:
+    """Refuse linear maps that may compute with more than a weight and a bias, as adapters do.
+
+    Raises: ChoiceError.
+    """
+    for one in maps:
+        kind = type(one)
+        if kind not in PLAIN:
+            raise ChoiceError(
+                f"a linear map of the model is a {kind.__module__}.{kind.__name__}, whose other "
+                "weights would be lost: merge the adapters first"
+            )
 
 
 def projections(old: nn.Module, config: PretrainedConfig) -> dict[str, Projection]:

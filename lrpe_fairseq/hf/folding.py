@@ -18,6 +18,7 @@ from lrpe_fairseq.hf.families import (
     layers_of,
     plan,
     reordered,
+    require_plain,
     sizes,
 )
 
@@ -36,7 +37,7 @@ def fold_back(model: PreTrainedModel) -> PreTrainedModel:
 
     Returns: the model, of the class of transformers that was converted.
     Raises: ChoiceError for a model that was not converted, and for layers with other attention
-        than the pretrained one. The model is then unchanged.
+        than the pretrained one or with adapters. The model is then unchanged.
     """
     if not isinstance(model, ConvertedModel):
         raise ChoiceError(f"{type(model).__name__} is no converted model: convert it first")
@@ -45,6 +46,8 @@ def fold_back(model: PreTrainedModel) -> PreTrainedModel:
     done = {int(layer): own for layer, own in config.lrpe.items()}
     _require_pretrained(done, plan(config))
     layers, name = layers_of(model.base_model, config), FAMILIES[kind].attention
+    for index in done:
+        require_plain(_maps(getattr(layers[index], name).attention))
     stock = transformers.CONFIG_MAPPING[kind]
     config.__class__, model.__class__ = stock, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[stock]
     for index in done:
@@ -79,11 +82,15 @@ def _stock(
     return made.train(converted.training)
 
 
+def _maps(attention: MultiheadAttention) -> tuple[nn.Module, ...]:
+    return attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
+
+
 @torch.no_grad()
 def put_back(stock: nn.Module, attention: MultiheadAttention, config: PretrainedConfig) -> None:
     """Copy the weights of our attention to that of transformers; see ``converted.copy_weights``."""
     back = interleaved(config).argsort()
-    maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj)
+    maps = _maps(attention)
     for kind in ("weight", "bias"):
         q, k, v, out = (getattr(one, kind) for one in maps)
         if q is not None:

@@ -128,6 +128,40 @@ def in_float64(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).double()
 
 
+class Adapted(nn.Module):
+    """A linear map with an adapter as peft has it: its ``weight`` is that without the adapter."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora = nn.Parameter(torch.ones(1))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora
+
+
+class AdaptedLinear(nn.Linear):
+    """A subclass whose parameters have the names of those of a linear map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def subclassed(base: nn.Module) -> nn.Module:
+    """A map of the class :class:`AdaptedLinear` with the weights of ``base``."""
+    made = copy.deepcopy(base)
+    made.__class__ = AdaptedLinear
+    return made
+
+
 def random_words(rows: int, length: int, seed: int = 0) -> Tensor:
     """Indices of words, int64 (rows, length)."""
     generator = torch.Generator().manual_seed(seed)

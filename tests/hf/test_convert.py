@@ -30,7 +30,7 @@ from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.hf.cache import CACHE_NAME, StateLayer
 from lrpe_fairseq.hf.converted import ConvertedAttention
 from lrpe_fairseq.hf.families import FAMILIES, kind_of
-from tests.hf.models import in_float64, language_model, padded_left
+from tests.hf.models import Adapted, in_float64, language_model, padded_left, subclassed
 
 GREEDY = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "pad_token_id": 2}
 CLOSE = {"rtol": 1e-4, "atol": 5e-6}
@@ -406,6 +406,22 @@ def test_a_refused_option_leaves_the_model_as_it_was():
         unchanged_after(
             message, lambda model, own=options: hf.convert(model, **own), build("llama")
         )
+
+
+@pytest.mark.parametrize("adapted", [Adapted, subclassed])
+@by_model
+def test_adapters_are_refused_because_their_weights_would_be_lost(name, adapted):
+    model = build(name)
+    family = FAMILIES[kind_of(model.config)]
+    attention = getattr(getattr(model.base_model, family.layers)[1], family.attention)
+    for own in [n for n, part in attention.named_children() if hasattr(part, "bias")]:
+        plain = getattr(attention, own)
+        setattr(attention, own, adapted(plain))
+        unchanged_after("merge the adapters first", hf.convert, model)
+        setattr(attention, own, plain)
+    assert difference(model, build(name), tokens()) == 0
+    setattr(attention, own, adapted(plain))
+    hf.convert(model, layers=[0, 2])  # the adapter stays where it is
 
 
 def test_a_converted_layer_is_not_converted_again():

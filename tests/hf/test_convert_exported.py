@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from lrpe_fairseq import hf
 from lrpe_fairseq.errors import ChoiceError
-from tests.hf.models import GREEDY, exported, exported_masked, random_words
+from tests.hf.models import (
+    GREEDY,
+    Adapted,
+    exported,
+    exported_masked,
+    random_words,
+    subclassed,
+)
 
 ROPE = {"attention_type": "softmax", "position_encoding": "rope"}
 
@@ -97,3 +104,26 @@ def test_refused_options_leave_an_exported_model_as_it_was():
     assert change_of_logits(model, before) == 0
     with pytest.raises(ChoiceError, match="cannot be converted"):
         hf.convert(copy.deepcopy(exported_masked().model))
+
+
+@pytest.mark.parametrize("adapted", [Adapted, subclassed])
+@pytest.mark.parametrize(
+    "place", ["lm_head", "model.layers.0.fc1", "model.layers.1.self_attn.q_proj"]
+)
+def test_adapters_are_refused_because_their_weights_would_be_lost(place, adapted):
+    model = copied(**ROPE)
+    parent, _, name = place.rpartition(".")
+    parent = model.get_submodule(parent)
+    setattr(parent, name, adapted(getattr(parent, name)))
+    before = copy.deepcopy(model)
+    with pytest.raises(ChoiceError, match="merge the adapters first"):
+        hf.convert(model, layers=[0])
+    assert change_of_logits(model, before) == 0
+
+
+def test_weights_that_the_options_remove_are_no_adapters():
+    options = {"attention_type": "linear", "position_encoding": "fox"}
+    model = copied(**options, attention_normalizer="layernorm")
+    assert any(".norm." in name for name in model.state_dict())
+    hf.convert(model, position_encoding="rope", normalizer="content")
+    assert not any(".norm." in name for name in model.state_dict())

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families import MODELS, build, difference, tokens
 from lrpe_fairseq import hf
 from lrpe_fairseq.errors import ChoiceError
-from tests.hf.models import exported
+from tests.hf.models import Adapted, exported, subclassed
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,3 +76,14 @@ def test_other_attention_is_not_folded_back_and_the_model_stays_as_it_was():
     for other in (build("llama"), exported().model):
         with pytest.raises(ChoiceError, match="is no converted model"):
             hf.fold_back(other)
+
+
+@pytest.mark.parametrize("adapted", [Adapted, subclassed])
+def test_adapters_are_not_folded_back_and_the_model_stays_as_it_was(adapted):
+    model = hf.convert(build("llama"))
+    attention = model.model.layers[1].self_attn.attention
+    attention.v_proj = adapted(attention.v_proj)
+    before = model(tokens()).logits
+    with pytest.raises(ChoiceError, match="merge the adapters first"):
+        hf.fold_back(model)
+    torch.testing.assert_close(model(tokens()).logits, before, rtol=0, atol=0)
