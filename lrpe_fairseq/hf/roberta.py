@@ -82,7 +82,8 @@ def of_hugging_face(model: RobertaForMaskedLM, symbols: list[str] | None = None)
     state = {name: tensor.float() for name, tensor in model.state_dict().items()}
     types = state.pop("roberta.embeddings.token_type_embeddings.weight")
     weights = {new: state[old] for old in state if (new := _renamed(old))}
-    weights[f"{ENCODER}embed_positions.weight"] += types[0]
+    positions = f"{ENCODER}embed_positions.weight"
+    weights[positions] = weights[positions] + types[0]  # not in place: they are the model's
     weights[f"{HEAD}weight"] = weights[f"{ENCODER}embed_tokens.weight"]
     return Imported(_options(weights, config.num_attention_heads), weights, symbols)
 

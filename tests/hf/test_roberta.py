@@ -127,6 +127,15 @@ def test_roberta_of_fairseq_has_the_same_logits_in_lrpe_roberta(age, tmp_path):
     torch.testing.assert_close(ours(random_words(2, 17))[0], expected, rtol=0, atol=2e-6)
 
 
+@torch.no_grad()
+def test_a_model_that_is_imported_stays_as_it_was(of_hugging_face):
+    model, tokens = of_hugging_face[1], random_words(2, 9)
+    before = model(tokens).logits
+    first, second = (roberta.of_hugging_face(model).weights for _ in range(2))
+    assert torch.equal(model(tokens).logits, before)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 LM = f"{TASK} --optimizer adam --lr 3e-3 --decoder-layers 2 --decoder-embed-dim 32"
 ARCHS = {
     "lrpe_lm_tiny": f"{LM} --arch lrpe_lm_tiny --decoder-input-dim 32 --decoder-output-dim 32",
