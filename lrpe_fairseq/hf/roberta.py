@@ -4,13 +4,14 @@ Their attention is softmax attention without a relative encoding, and positions 
 """
 
 import json
+import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import RobertaForMaskedLM, RobertaTokenizerFast
+from transformers import PretrainedConfig, RobertaForMaskedLM, RobertaTokenizerFast
 
 from lrpe_fairseq import safe_loading
 from lrpe_fairseq.attention.projected import split_in_projections
@@ -36,6 +37,18 @@ IN_LAYER = {
 """Names of Hugging Face -> names of fairseq."""
 EPS = 1e-5
 """Of fairseq's LayerNorm."""
+PAD = 1
+"""Index of <pad> in fairseq."""
+KINDS = ("roberta", "xlm-roberta", "camembert")
+"""Model types of Hugging Face whose models are RoBERTa."""
+OF_FAIRSEQ = {
+    "encoder_learned_pos": True,
+    "encoder_normalize_before": False,
+    "layernorm_embedding": True,
+    "no_scale_embedding": True,
+    "no_token_positional_embeddings": False,
+}
+"""Options of fairseq's roberta with the values that an import represents: the defaults."""
 SPECIALS = 4
 """Symbols that fairseq adds before those of a dictionary: <s>, <pad>, </s> and <unk>."""
 
@@ -60,16 +73,51 @@ def roberta(source: Path | str) -> Imported:
     """
     path = Path(source)
     if path.is_dir():
-        return of_hugging_face(RobertaForMaskedLM.from_pretrained(path), symbols_of(path))
+        return of_hugging_face(_loaded(path), symbols_of(path))
     return of_fairseq(path)
+
+
+def _loaded(folder: Path) -> RobertaForMaskedLM:
+    """Load a model of Hugging Face. Raises: ChoiceError for a folder without all of its weights."""
+    kind = PretrainedConfig.get_config_dict(folder)[0].get("model_type", KINDS[0])
+    if kind not in KINDS:
+        raise ChoiceError(
+            f"{folder} has a model of type {kind}: name a folder with one of type "
+            f"{', '.join(KINDS)}"
+        )
+    model, found = RobertaForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    missing = sorted(found["missing_keys"])
+    encoder = [name for name in missing if not name.startswith("lm_head.")]
+    if encoder:
+        raise ChoiceError(f"{folder} has no weight {encoder[0]}: name a folder with a whole model")
+    if missing:
+        warnings.warn(f"{folder} has no head for masked tokens: its head is random", stacklevel=2)
+    return model
 
 
 def of_hugging_face(model: RobertaForMaskedLM, symbols: list[str] | None = None) -> Imported:
     """Return a ``RobertaForMaskedLM`` with fairseq's names.
 
     The one row of token types is added to the positions.
+    Raises: ChoiceError for a model that ``lrpe_roberta`` does not represent.
     """
     config = model.config
+    _refuse(_reasons(config))
+    state = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    types = state.pop("roberta.embeddings.token_type_embeddings.weight")
+    weights = {new: state[old] for old in state if (new := _renamed(old))}
+    positions = f"{ENCODER}embed_positions.weight"
+    weights[positions] = weights[positions] + types[0]  # not in place: they are the model's
+    options = _options(weights, config.num_attention_heads)
+    if config.tie_word_embeddings:
+        weights[f"{HEAD}weight"] = weights[f"{ENCODER}embed_tokens.weight"]
+    else:
+        options["untie_weights_roberta"] = True
+    return Imported(options, weights, symbols)
+
+
+def _reasons(config: PretrainedConfig) -> list[str]:
+    """Return everything in the configuration of a model that ``lrpe_roberta`` does not have."""
     reasons = []
     if config.hidden_act != "gelu":
         reasons.append(f"the activation {config.hidden_act}")
@@ -77,23 +125,29 @@ def of_hugging_face(model: RobertaForMaskedLM, symbols: list[str] | None = None)
         reasons.append(f"layer_norm_eps {config.layer_norm_eps:g}")
     if config.type_vocab_size != 1:
         reasons.append(f"{config.type_vocab_size} types of tokens")
+    if config.pad_token_id != PAD:
+        reasons.append(f"pad_token_id {config.pad_token_id}")
+    if getattr(config, "is_decoder", False):
+        reasons.append("causal attention (is_decoder)")
+    if (kind := getattr(config, "position_embedding_type", None) or "absolute") != "absolute":
+        reasons.append(f"position_embedding_type {kind}")
+    return reasons
+
+
+def _refuse(reasons: list[str]) -> None:
+    """Raise ChoiceError that names all reasons, if there are any."""
     if reasons:
         raise ChoiceError(f"lrpe_roberta does not represent {' and '.join(reasons)} of this model")
-    state = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    types = state.pop("roberta.embeddings.token_type_embeddings.weight")
-    weights = {new: state[old] for old in state if (new := _renamed(old))}
-    positions = f"{ENCODER}embed_positions.weight"
-    weights[positions] = weights[positions] + types[0]  # not in place: they are the model's
-    weights[f"{HEAD}weight"] = weights[f"{ENCODER}embed_tokens.weight"]
-    return Imported(_options(weights, config.num_attention_heads), weights, symbols)
 
 
 def _renamed(name: str) -> str:
     """Return fairseq's name of a tensor; empty for one that is no weight of the model."""
     start, _, rest = name.partition(".")
     if start == "lm_head":
-        kept = rest == "bias" or rest.startswith(("dense.", "layer_norm."))
-        return HEAD + rest if kept else ""
+        if rest.startswith(("dense.", "layer_norm.")):
+            return HEAD + rest
+        # the bias of lm_head itself is tied to that of the decoder, or not used
+        return HEAD + rest.removeprefix("decoder.") if rest.startswith("decoder.") else ""
     if rest.startswith("embeddings."):
         return _begun(IN_EMBEDDINGS, rest.removeprefix("embeddings."), ENCODER)
     if not rest.startswith("encoder.layer."):
@@ -109,7 +163,10 @@ def _begun(names: Mapping[str, str], part: str, before: str) -> str:
 
 
 def of_fairseq(path: Path) -> Imported:
-    """Return a checkpoint of fairseq's ``roberta``, of any age."""
+    """Return a checkpoint of fairseq's ``roberta``, of any age.
+
+    Raises: ChoiceError for another checkpoint, and for options that an import does not represent.
+    """
     state = safe_loading.load_any(path)
     given = state["cfg"]["model"] if state.get("cfg") else state.get("args")
     options = given if isinstance(given, dict) else vars(given or Namespace())
@@ -120,10 +177,18 @@ def of_fairseq(path: Path) -> Imported:
         for name, tensor in weights.items()
         if name.startswith((ENCODER, HEAD)) and not name.endswith("version")
     }
-    known = f"{ENCODER}layernorm_embedding.weight" in weights
-    if not known or "encoder_attention_heads" not in options:
+    heads = options.get("encoder_attention_heads")
+    given = {name: options.get(name, usual) for name, usual in OF_FAIRSEQ.items()}
+    other = [f"{name} {value}" for name, value in given.items() if value != OF_FAIRSEQ[name]]
+    needed = [*IN_EMBEDDINGS.values()][: 1 if other else None]
+    whole = all(f"{ENCODER}{name}weight" in weights for name in needed)
+    if not whole or heads is None or "position_encoding" in options:  # the last is ours
         raise ChoiceError(f"{path} is no checkpoint of fairseq's roberta: name one")
-    return Imported(_options(weights, int(options["encoder_attention_heads"])), weights)
+    _refuse(other)
+    found = _options(weights, int(heads))
+    found["activation_fn"] = options.get("activation_fn", "gelu")
+    found["untie_weights_roberta"] = bool(options.get("untie_weights_roberta", False))
+    return Imported(found, weights)
 
 
 def _of_today(name: str) -> str:

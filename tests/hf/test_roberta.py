@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
 import torch
+import transformers
 from fairseq import tasks
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizerFast
 
@@ -15,7 +16,7 @@ from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.commands import import_roberta
 from lrpe_fairseq.hf import roberta
 from tests.end_to_end.commands import PLUGIN, TASK, configured, load, save, small_transformer
-from tests.hf.models import data, disturb, random_words
+from tests.hf.models import data, disturb, masked_model, random_words
 
 SIZES = {
     "hidden_size": 32,
@@ -93,13 +94,107 @@ def aged(state):
     return state
 
 
+def stock_roberta(options=""):
+    """A disturbed ``roberta`` of fairseq and its configuration."""
+    config = configured(data(), f"{ROBERTA} --arch roberta --max-positions 32 {options}")
+    torch.manual_seed(1)
+    model = tasks.setup_task(config.task).build_model(config.model).eval()
+    disturb(model)
+    return model, config
+
+
+def imported(source, folder):
+    """The checkpoint that an import writes, as a model."""
+    words = [str(source), str(folder), "--dictionary", str(data() / "dict.txt")]
+    assert not import_roberta.main(words)
+    return load(folder / "checkpoint.pt")[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    ["--activation-fn relu", "--activation-fn gelu_accurate", "--untie-weights-roberta"],
+)
+def test_options_of_fairseqs_roberta_are_kept(options, tmp_path):
+    stock, config = stock_roberta(options)
+    save(stock, config, tmp_path / "model.pt")
+    found = imported(tmp_path / "model.pt", tmp_path / "new")(random_words(2, 17))[0]
+    torch.testing.assert_close(found, stock(random_words(2, 17))[0], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("encoder_learned_pos", False),
+        ("encoder_normalize_before", True),
+        ("layernorm_embedding", False),
+        ("no_token_positional_embeddings", True),
+    ],
+)
+def test_options_of_fairseqs_roberta_that_are_not_represented_are_refused(
+    name, value, tmp_path, monkeypatch
+):
+    stock, config = stock_roberta()
+    monkeypatch.setattr(config.model, name, value, raising=False)
+    save(stock, config, tmp_path / "model.pt")
+    with pytest.raises(ChoiceError, match=f"does not represent {name} {value} of this model"):
+        roberta.of_fairseq(tmp_path / "model.pt")
+
+
+def test_a_checkpoint_of_lrpe_roberta_is_no_roberta_of_fairseq():
+    *_, checkpoint = masked_model()
+    with pytest.raises(ChoiceError, match="is no checkpoint of fairseq's roberta"):
+        roberta.of_fairseq(checkpoint)
+
+
+OTHERS = ("Longformer", "RobertaPreLayerNorm", "Data2VecText", "XLMRobertaXL", "Bert", "Electra")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_folder_with_another_model_is_refused(kind, tmp_path):
+    config = getattr(transformers, f"{kind}Config")(vocab_size=30, pad_token_id=1, **SIZES)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ChoiceError, match=f"has a model of type {config.model_type}: name a"):
+        roberta.roberta(tmp_path)
+
+
+def test_a_folder_without_weights_of_the_encoder_is_refused(tmp_path):
+    config = RobertaConfig(vocab_size=30, **{**SIZES, "num_hidden_layers": 1})
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    RobertaConfig(vocab_size=30, **SIZES).save_pretrained(tmp_path)
+    with pytest.raises(ChoiceError, match=r"has no weight roberta.encoder.layer.1"):
+        roberta.roberta(tmp_path)
+
+
+def test_a_folder_without_a_head_is_imported_with_a_warning(tmp_path):
+    model = transformers.RobertaModel(RobertaConfig(vocab_size=30, **SIZES))
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="has no head for masked tokens: its head is random"):
+        weights = roberta.roberta(tmp_path).weights
+    embedding = weights[f"{roberta.ENCODER}embed_tokens.weight"]
+    assert torch.equal(embedding, model.embeddings.word_embeddings.weight)
+
+
+KINDS = {"Roberta": {}, "XLMRoberta": {}, "Camembert": {}}
+KINDS |= {"Roberta, untied": {"tie_word_embeddings": False}}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_roberta_has_the_same_logits_in_lrpe_roberta(kind, tmp_path):
+    name, size = kind.partition(",")[0], len((data() / "dict.txt").read_text().splitlines()) + 5
+    config = getattr(transformers, f"{name}Config")(vocab_size=size, **SIZES, **KINDS[kind])
+    model = getattr(transformers, f"{name}ForMaskedLM")(config).eval()
+    disturb(model)
+    model.save_pretrained(tmp_path / "old")
+    found = imported(tmp_path / "old", tmp_path / "new")(random_words(2, 17))[0]
+    torch.testing.assert_close(found, model(random_words(2, 17)).logits, rtol=0, atol=2e-6)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("age", ["present", "of 2019"])
 def test_roberta_of_fairseq_has_the_same_logits_in_lrpe_roberta(age, tmp_path):
-    config = configured(data(), f"{ROBERTA} --arch roberta --max-positions 32")
-    torch.manual_seed(1)
-    stock = tasks.setup_task(config.task).build_model(config.model).eval()
-    disturb(stock)
+    stock, config = stock_roberta()
     expected = stock(random_words(2, 17))[0]
     state = stock.state_dict()
     if age == "of 2019":
@@ -115,15 +210,7 @@ def test_roberta_of_fairseq_has_the_same_logits_in_lrpe_roberta(age, tmp_path):
         )
     else:
         save(stock, config, tmp_path / "model.pt")
-    import_roberta.main(
-        [
-            str(tmp_path / "model.pt"),
-            str(tmp_path / "new"),
-            "--dictionary",
-            str(data() / "dict.txt"),
-        ]
-    )
-    ours, *_ = load(tmp_path / "new" / "checkpoint.pt")
+    ours = imported(tmp_path / "model.pt", tmp_path / "new")
     torch.testing.assert_close(ours(random_words(2, 17))[0], expected, rtol=0, atol=2e-6)
 
 
@@ -181,6 +268,8 @@ REFUSED = {
     "the activation relu": {"hidden_act": "relu"},
     "layer_norm_eps 1e-12": {"layer_norm_eps": 1e-12},
     "2 types of tokens": {"type_vocab_size": 2},
+    "pad_token_id 0": {"pad_token_id": 0},
+    "is_decoder": {"is_decoder": True},
 }
 
 

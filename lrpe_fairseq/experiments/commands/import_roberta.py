@@ -64,6 +64,13 @@ def _read(dictionary: Path) -> list[str]:
     return [line.rsplit(" ", 1)[0] for line in lines]
 
 
+def _flag(name: str, value: Any) -> str:
+    """Return an option of the command line; flags have no value."""
+    if isinstance(value, bool):
+        return flag_of(name) if value else ""
+    return f"{flag_of(name)} {value}"
+
+
 def _state(folder: Path, imported: Any) -> dict[str, Any]:
     """Return a checkpoint after 0 updates, with the options of a training by fairseq-train."""
     from fairseq import options
@@ -72,7 +79,7 @@ def _state(folder: Path, imported: Any) -> dict[str, Any]:
 
     import lrpe_fairseq.models
 
-    own = [f"{flag_of(name)} {value}" for name, value in imported.options.items()]
+    own = [_flag(name, value) for name, value in imported.options.items()]
     plugin = shlex.quote(str(Path(lrpe_fairseq.__file__).parent))
     words = [
         f"{shlex.quote(str((folder / 'bin').absolute()))} --user-dir {plugin} --task masked_lm",
