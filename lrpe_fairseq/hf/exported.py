@@ -29,7 +29,9 @@ def convert_exported(
     ]
     made = LRPEForCausalLM(config)
     _require_own(model, made)
-    made.load_state_dict(_common(model, made), strict=False)
+    common = _common(model, made)
+    made.load_state_dict(common, strict=False)
+    _freeze(model, made, common)
     made.to(model.device, model.dtype).train(model.training)
     model.model, model.lm_head, model.config = made.model, made.lm_head, config
     return model
@@ -48,6 +50,29 @@ def _require_own(model: LRPEForCausalLM, made: LRPEForCausalLM) -> None:
         )
 
 
+def _freeze(model: LRPEForCausalLM, made: LRPEForCausalLM, common: Collection[str]) -> None:
+    """Freeze the ``common`` parameters of ``made`` that were frozen in a model.
+
+    Parameters that are fixed by their encoding, and learned in another one, stay learned.
+    """
+    learned = _learned(made)
+    frozen = {*common} & {*learned} & dict(_parameters(model)).keys() - {*_learned(model)}
+    if frozen:
+        frozen &= {*_learned(LRPEForCausalLM(copy.deepcopy(model.config)))}
+    for name in frozen:
+        learned[name].requires_grad_(False)
+
+
+def _parameters(model: LRPEForCausalLM) -> list[tuple[str, nn.Parameter]]:
+    """Return all parameters with their names, those of shared encodings with all names."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _learned(model: LRPEForCausalLM) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen."""
+    return {name: own for name, own in _parameters(model) if own.requires_grad}
+
+
 def _without_place(known: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> set[str]:
     """Return the names of weights that others do not have, or have in another shape."""
     return {n for n, own in known.items() if n not in wanted or wanted[n].shape != own.shape}
@@ -55,7 +80,7 @@ def _without_place(known: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) ->
 
 def _tensors(model: LRPEForCausalLM) -> dict[str, Tensor]:
     """Return all parameters and buffers, also those of shared encodings."""
-    known = dict(model.named_parameters(remove_duplicate=False))
+    known: dict[str, Tensor] = dict(_parameters(model))
     return known | dict(model.named_buffers(remove_duplicate=False))
 
 

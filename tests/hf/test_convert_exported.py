@@ -127,3 +127,20 @@ def test_weights_that_the_options_remove_are_no_adapters():
     assert any(".norm." in name for name in model.state_dict())
     hf.convert(model, position_encoding="rope", normalizer="content")
     assert not any(".norm." in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"position_encoding": "rope"}])
+def test_frozen_weights_stay_frozen(options):
+    model = copied(attention_type="linear", position_encoding="lrpe-type2").requires_grad_(False)
+    model.lm_head.requires_grad_(True)  # and the embeddings, which are tied to it
+    hf.convert(model, layers=[1], **options)
+    learned = [name for name, own in model.named_parameters() if own.requires_grad]
+    assert learned == ["model.embed_tokens.weight"]
+
+
+def test_new_weights_of_a_frozen_model_learn():
+    model = copied(attention_type="linear", position_encoding="lrpe-type2").requires_grad_(False)
+    hf.convert(model, position_encoding="gated:lrpe-type3", layers=[1])
+    learned = {name for name, own in model.named_parameters() if own.requires_grad}
+    assert learned
+    assert all(name.startswith("model.layers.1.self_attn.encoding.") for name in learned)
