@@ -37,6 +37,7 @@ from lrpe_fairseq.hf.families import (
     layers_of,
     projections,
     reordered,
+    window_of,
 )
 from lrpe_fairseq.hf.generation import refuse_generation
 from lrpe_fairseq.hf.once import hold_once
@@ -127,6 +128,8 @@ def _call(body: nn.Module, tokens: Tensor, bound: Mapping[str, Any]) -> Call:
             "padding: pass no mask of pairs"
         )
     padding, starts = padding_of(mask, tokens.shape[1]), None
+    if mask is not None and not torch.compiler.is_compiling():
+        _refuse_holes(body.config, mask == 0, positions, tokens.shape[1])
     if positions is not None:
         caches = [bound.get(name) for name in NAMES_OF_CACHE]
         use = bound.get("use_cache")
@@ -134,6 +137,31 @@ def _call(body: nn.Module, tokens: Tensor, bound: Mapping[str, Any]) -> Call:
         packed = mask is None and not use and all(cache is None for cache in caches)
         starts = _starts(positions.expand(len(tokens), -1), padding, packed)
     return Call(padding, is_one_sided(padding), starts)
+
+
+def _refuse_holes(
+    config: PretrainedConfig, padding: Tensor, positions: Tensor | None, length: int
+) -> None:
+    """Refuse padding between tokens where transformers counts it as tokens, and ours does not.
+
+    padding: bool (B, S), of the ``length`` last tokens and of those before them. positions: of the
+    last tokens, or None. Models without angles, as GPT-2, add their positions outside attention.
+    Raises: ValueError.
+    """
+    if not getattr(config, "rope_parameters", None) or is_one_sided(padding):
+        return
+    if any(window_of(config, layer) is not None for layer in range(config.num_hidden_layers)):
+        raise ValueError(
+            "with padding between tokens, the sliding windows of transformers hold padding, too: "
+            "put the padding on one side"
+        )
+    real = ~padding[:, -length:]
+    counts = ((~padding).long().cumsum(1) - 1)[:, -length:]
+    if positions is None or not torch.equal(positions.expand_as(counts)[real], counts[real]):
+        raise ValueError(
+            "with padding between tokens, transformers counts padding, too: pass position_ids that "
+            "count the tokens, attention_mask.cumsum(1) - 1"
+        )
 
 
 def _starts(positions: Tensor, padding: Tensor | None, packed: bool) -> Tensor | None:
@@ -299,7 +327,10 @@ def converted_classes(kind: str) -> tuple[type[PretrainedConfig], type[PreTraine
     name = model.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     config = type(f"Converted{name}Config", (stock,), {**own, "__module__": __name__})
     made = {"config_class": config, "__module__": __name__}
-    return config, type(f"Converted{name}ForCausalLM", (ConvertedModel, model), made)
+    converted = type(f"Converted{name}ForCausalLM", (ConvertedModel, model), made)
+    for one in (config, converted):
+        globals()[one.__name__] = one  # where pickle looks for them
+    return config, converted
 
 
 def register() -> None:

@@ -164,7 +164,7 @@ def _of_layer(config: PretrainedConfig, layer: int) -> Options:
         found["num_kv_heads"] = kv_heads
     if heads * width != config.hidden_size:
         found["head_dim"] = width
-    if (window := _window(config, layer)) is not None:
+    if (window := window_of(config, layer)) is not None:
         found["window"] = window
     if own.norms:
         found |= {"parts": "qk-norm", "norm_eps": config.rms_norm_eps}
@@ -173,7 +173,7 @@ def _of_layer(config: PretrainedConfig, layer: int) -> Options:
     return found | _encoding(config, layer)
 
 
-def _window(config: PretrainedConfig, layer: int) -> int | None:
+def window_of(config: PretrainedConfig, layer: int) -> int | None:
     """Return the number of tokens that a layer attends to, itself included; None for all."""
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or kinds[layer] == "sliding_attention"

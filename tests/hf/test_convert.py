@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import pickle
 
 import pytest
 
@@ -433,6 +434,42 @@ def test_a_model_without_a_head_of_a_language_model_is_refused():
     body = AutoModel.from_config(MODELS["llama"].config())
     with pytest.raises(ChoiceError, match="load the model as LlamaForCausalLM"):
         hf.convert(body)
+
+
+def with_a_hole():
+    """A mask with padding between tokens, and positions that count the tokens."""
+    mask = torch.ones_like(tokens())
+    mask[:, 10:15] = 0
+    return mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "smollm3", "gpt_neox", "gpt2"])
+def test_padding_between_tokens_is_read_as_in_transformers_if_positions_count_tokens(name):
+    mask, counts = with_a_hole()
+    given = {"attention_mask": mask, "position_ids": counts}
+    logits = [each(tokens(), **given).logits[mask.bool()] for each in pair(name)]
+    torch.testing.assert_close(*logits, **CLOSE)
+
+
+def test_padding_between_tokens_is_refused_if_transformers_counts_it():
+    mask, counts = with_a_hole()
+    model = pair("llama")[1]
+    for positions in (None, torch.arange(LENGTH)[None]):
+        with pytest.raises(ValueError, match="pass position_ids that count the tokens"):
+            model(tokens(), attention_mask=mask, position_ids=positions)
+    cache = model(tokens()[:, :20], attention_mask=mask[:, :20], position_ids=counts[:, :20])
+    cache = {CACHE_NAME: cache[CACHE_NAME]}
+    with pytest.raises(ValueError, match="pass position_ids that count the tokens"):
+        model(tokens()[:, 20:21], attention_mask=mask[:, :21], **cache)
+    for name in ("mistral", "qwen2"):
+        with pytest.raises(ValueError, match="put the padding on one side"):
+            pair(name)[1](tokens(), attention_mask=mask, position_ids=counts)
+
+
+def test_a_converted_model_is_pickled():
+    model = converted(position_encoding="fox", attention_type="linear")
+    assert difference(model, pickle.loads(pickle.dumps(model)), tokens()) == 0
 
 
 def test_what_converted_layers_cannot_read_is_refused():
