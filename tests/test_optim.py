@@ -132,9 +132,25 @@ def test_lrpe_cosine_counts_from_the_first_update():
     assert rates == pytest.approx([0.0, 0.05, 0.095, *top])
 
 
-def trapezoid(updates, **options):
+@pytest.mark.parametrize("option", ["t_mult", "lr_shrink"])
+def test_lrpe_cosine_refuses_options_of_restarts(option):
+    chosen = {"_name": "lrpe_cosine", option: 0.5}
+    known = OmegaConf.merge(config(), {"lr_scheduler": chosen, "optimization": {"max_update": 9}})
+    flag = f"--{option.replace('_', '-')}"
+    with pytest.raises(Refusal, match=f"lrpe_cosine has no restarts: leave out {flag} 0.5$"):
+        lr_scheduler.build_lr_scheduler(known.lr_scheduler, trained("float32", model()))
+
+
+def test_the_trapezoid_needs_a_number_of_updates_and_one_rate():
+    with pytest.raises(Refusal, match=r"needs the number of updates: pass --max-update$"):
+        trapezoid(0, warmup_updates=0)
+    with pytest.raises(Refusal, match=r"reads one --lr, not \[0.1, 0.2\]$"):
+        trapezoid(300, rates=[0.1, 0.2])
+
+
+def trapezoid(updates, rates=(0.1,), **options):
     chosen = {"_name": "lrpe_trapezoid", "warmup_updates": 20, **options}
-    merged = {"lr_scheduler": chosen, "optimization": {"max_update": updates}}
+    merged = {"lr_scheduler": chosen, "optimization": {"max_update": updates, "lr": [*rates]}}
     known = OmegaConf.merge(config(), merged)
     return lr_scheduler.build_lr_scheduler(known.lr_scheduler, trained("float32", model()))
 

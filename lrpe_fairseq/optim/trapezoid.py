@@ -43,11 +43,16 @@ class Trapezoid(FairseqLRScheduler):
     different U are equal until the first decays, so the longer one can go on from a checkpoint of
     the shorter. fairseq's ``tri_stage`` decays exponentially.
 
-    Raises: Refusal for a share outside (0, 1], or a warm-up that reaches into the decay.
+    Raises: Refusal without a number of updates, for several rates, for a share outside (0, 1], or
+        for a warm-up that reaches into the decay.
     """
 
     def __init__(self, cfg: TrapezoidConfig, optimizer: FairseqOptimizer) -> None:
         super().__init__(cfg, optimizer)
+        if cfg.max_update <= 0:
+            refuse(f"--lr-scheduler {NAME} needs the number of updates: pass --max-update")
+        if len(cfg.lr) != 1:
+            refuse(f"--lr-scheduler {NAME} reads one --lr, not {[*cfg.lr]}")
         if not 0 < cfg.decay_share <= 1:
             refuse(f"--decay-share must be above 0 and at most 1, not {cfg.decay_share}")
         start = decay_start(cfg.max_update, cfg.decay_share)
