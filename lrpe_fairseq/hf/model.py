@@ -356,7 +356,10 @@ class LRPEModel(LRPEPreTrainedModel):
         if self.embed_positions is not None:
             state = None if past[0] is None else past[0].state
             before = None if state is None else state.next_position
-            x = x + self.embed_positions(positions_of(x, call, before)).to(x)
+            positions = positions_of(x, call, before)
+            if call.padding is not None:  # padding may stand beyond the learned positions
+                positions = positions.masked_fill(call.padding, 0)
+            x = x + self.embed_positions(positions).to(x)
         x = x if self.layernorm_embedding is None else self.layernorm_embedding(x)
         x = self.dropout(x)
         if not self.config.causal and call.padding is not None:
@@ -504,6 +507,15 @@ class LRPEForMaskedLM(LRPEPreTrainedModel):
     def get_output_embeddings(self) -> nn.Module:
         """Return the head, whose weight is tied to the embeddings."""
         return self.lm_head
+
+    def resize_token_embeddings(self, *given: Any, **keywords: Any) -> nn.Embedding:
+        """Resize embeddings that are tied to the head. Raises: ValueError if they are not."""
+        if not self.config.tie_word_embeddings:
+            raise ValueError(
+                "a head that is not tied to the embeddings takes no other vocabulary: make a new "
+                "model"
+            )
+        return super().resize_token_embeddings(*given, **keywords)
 
     @can_return_tuple
     def forward(

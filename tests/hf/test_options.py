@@ -250,3 +250,28 @@ def test_the_loss_of_a_masked_model_is_the_mean_over_its_labels_without_a_count(
     out = model(random_words(2, 12, seed=1), labels=labels)
     expected = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(out.loss, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+def test_texts_of_the_longest_length_may_be_padded_with_learned_positions(causal):
+    kind = hf.LRPEForCausalLM if causal else hf.LRPEForMaskedLM
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    own = {"absolute_positions": "learned", "max_position_embeddings": 9, "causal": causal}
+    model = kind(hf.LRPEConfig(intermediate_size=16, **sizes, **own)).eval()
+    words = random_words(2, 9)
+    alone = model(words).logits
+    for sides in ((0, 4), (4, 0)):
+        padded = torch.nn.functional.pad(words, sides, value=1)
+        found = model(padded, attention_mask=(padded != 1).long()).logits
+        real = found[:, sides[0] : sides[0] + 9]
+        torch.testing.assert_close(real, alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="learned positions for 9 tokens: cut longer texts"):
+        model(random_words(2, 10))
+
+
+def test_an_untied_head_of_masked_tokens_is_not_resized():
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = hf.LRPEConfig(causal=False, tie_word_embeddings=False, **sizes)
+    with pytest.raises(ValueError, match="no other vocabulary: make a new model"):
+        hf.LRPEForMaskedLM(config).resize_token_embeddings(30)
