@@ -124,6 +124,13 @@ class ProjectedAttention(nn.Module):
                 f"position encoding {name!r} decays every feature by a factor of its own, which is "
                 "no bias of a score; use it with linear attention"
             )
+        wider = not encoding.serves_softmax and encoding.feature_dim != self.head_dim
+        if self.normalizer == "bounded" and wider:
+            raise ChoiceError(
+                f"position encoding {name!r} decays each of its {encoding.feature_dim} features by "
+                f"a factor of its own, and the normalizer 'bounded' reads {self.head_dim} without "
+                "encoding; use another normalizer"
+            )
         return encoding
 
     @property

@@ -215,3 +215,10 @@ def test_softmax_attention_refuses_a_decay_of_features_in_one_sentence():
             16, 2, attention_type="softmax", position_encoding="gated-channel:rope", causal=True
         )
     assert "\n" not in str(refused.value)
+
+
+def test_gates_of_more_features_than_the_heads_have_refuse_bounded():
+    options = {"attention_type": "linear", "position_encoding": "gated-channel:lrpe-tmlr-type1"}
+    MultiheadAttention(16, 2, causal=True, normalizer="content", **options)
+    with pytest.raises(ChoiceError, match="16 features by a factor of its own"):
+        MultiheadAttention(16, 2, causal=True, normalizer="bounded", **options)
