@@ -93,9 +93,10 @@ def _cached_constant(values: tuple[float, ...], dtype: torch.dtype, device: torc
         return torch.tensor(values, dtype=dtype, device=device)
 
 
-def _is_recorded(x: Tensor) -> bool:
+def _is_recorded(tensors: tuple[Tensor, ...]) -> bool:
     """True if a graph of operations is recorded, by a compiler, a tracer or CUDA."""
-    return is_transformed() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    on_gpu = bool(tensors) and tensors[0].is_cuda
+    return is_transformed() or (on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 class PositionCache:
@@ -124,7 +125,7 @@ class PositionCache:
         ``key`` holds everything else that the value depends on, such as its dtype.
         """
         sources = sources if isinstance(sources, tuple) else (sources,)
-        if _is_recorded(sources[0]):
+        if _is_recorded(sources):
             return compute()  # the graph would keep a cached value for all its calls
         if torch.is_inference_mode_enabled() or any(s.is_inference() for s in sources):
             return compute()  # inference tensors have no version and cannot be used in training
