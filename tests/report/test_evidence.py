@@ -146,9 +146,11 @@ def test_an_order_may_turn_unless_its_sign_is_sure_for_ten_times_the_tokens(own,
     assert evidence.may_turn(own) == said
 
 
-def test_a_row_is_compared_with_rope_of_its_normalizer():
+def test_a_row_is_compared_with_rope_of_its_normalizer_and_floor():
     assert evidence._rope_of("lrpe-type2, content") == "rope, content"
     assert evidence._rope_of("gated:lrpe-type2, layernorm, fox-bias 3.0") == "rope, layernorm"
+    assert evidence._rope_of("lrpe-type2, bounded") == "rope, bounded"
+    assert evidence._rope_of("lrpe-type2, angle-floor turn") == "rope, angle-floor turn"
     assert evidence._rope_of("none, sinusoidal") == "rope"
 
 
@@ -168,7 +170,8 @@ def test_the_columns_of_the_ladders_exist():
     for budgets in evidence.LADDERS.values():
         for budget in budgets:
             table = tables[budget.table].at(budget.scale)
-            assert table.column(budget.column.format(attention="softmax"))
+            for attention in ("linear", "softmax"):
+                assert table.column(budget.column.format(attention=attention))
 
 
 # --- selections ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lrpe_fairseq.attention.linear import NORMALIZERS
 from lrpe_fairseq.experiments.records.keys import sizes
 from lrpe_fairseq.experiments.report import markdown, orders
 from lrpe_fairseq.experiments.report.columns import ColumnView, difference
@@ -110,14 +111,14 @@ PLACES = (
         table="medium",
         scale="medium-5m",
         columns=("test", "paired-2048", "paired-8192"),
-        pairs=(SOFTMAX, LAYERNORM, FLOORED),
+        pairs=(SOFTMAX, LAYERNORM, BOUNDED, FLOORED),
     ),
     Place(
         name="medium: books, 20 M tokens",
         table="medium",
         scale="medium",
         columns=("test", "paired-2048", "paired-8192"),
-        pairs=(SOFTMAX, LAYERNORM, FLOORED),
+        pairs=(SOFTMAX, LAYERNORM, BOUNDED, FLOORED),
     ),
     Place(
         name="books: 6 x 512, 49 M tokens",
@@ -176,6 +177,14 @@ def column_of(results: Results, table: str, scale: str, key: str) -> ColumnView 
         return None
 
 
+def column_for(
+    results: Results, attention: str, table: str, scale: str, key: str
+) -> ColumnView | None:
+    """Return ``column_of`` for an attention type; None for a key of the other one."""
+    key = key.format(attention=attention)
+    return column_of(results, table, scale, key) if key.startswith(attention) else None
+
+
 def learned(view: ColumnView, rows: Sequence[str]) -> str:
     """Return whether the better of some rows has a lower perplexity than n-grams, with both."""
     if not view.yardstick:
@@ -188,18 +197,24 @@ def learned(view: ColumnView, rows: Sequence[str]) -> str:
 
 LARGER = (
     ("16,200 updates on WikiText-2", "contrast", "long", "{attention}-blocks-128"),
+    ("16,200 updates on WikiText-2", "bounded", "long", "linear-paired-128"),
     ("4 x 192, 5 M tokens of books", "medium", "medium-5m", "{attention}-test"),
     ("4 x 192, 10 M tokens", "medium", "medium-10m", "{attention}-test"),
     ("4 x 192, 20 M tokens", "medium", "medium", "{attention}-test"),
     ("6 x 512, 49 M tokens", "books", "books", "{attention}-test"),
 )
 """Longer trainings and larger language models, without absolute positions: heading, table, scale
-and column."""
+and column, with ``{attention}`` where the table has it for both. Places with one heading share
+a column."""
 RECOMMENDED = (
     ("linear", "fox, fox-bias 3.0", "rope"),
+    ("linear", "fox, fox-bias 3.0", "rope, layernorm"),
     ("linear", "gated:lrpe-type2, layernorm", "fox, layernorm"),
     ("linear", "permuteformer", "rope"),
+    ("linear", "lrpe-type2", "rope"),
+    ("linear", "lrpe-type2, bounded", "rope, bounded"),
     ("linear", "lrpe-type2, layernorm", "rope, layernorm"),
+    ("linear", "lrpe-type2, bounded", "lrpe-type2, layernorm"),
     ("softmax", "stick-breaking", "rope"),
     ("softmax", "fox, fox-bias 3.0", "rope"),
     ("softmax", "lrpe-type2", "rope"),
@@ -209,10 +224,11 @@ RECOMMENDED = (
 
 def at_larger_scales(results: Results) -> str:
     """Return the comparisons behind the advice at every larger scale that trained one of them."""
-    columns = {
-        heading: [_compared(results, place, *pair) for pair in RECOMMENDED]
-        for heading, *place in LARGER
-    }
+    columns: dict[str, list[str]] = {}
+    for heading, *place in LARGER:
+        cells = [_compared(results, place, *pair) for pair in RECOMMENDED]
+        known = columns.get(heading, [""] * len(cells))
+        columns[heading] = [one or other for one, other in zip(known, cells, strict=True)]
     trained = {heading: cells for heading, cells in columns.items() if any(cells)}
     rows = [
         [kind, f"`{one}`", f"`{other}`", *cells]
@@ -224,8 +240,7 @@ def at_larger_scales(results: Results) -> str:
 
 def _compared(results: Results, place: Sequence[str], attention: str, one: str, other: str) -> str:
     """Return how ``one`` differs from ``other`` in a column; empty if it was not trained there."""
-    table, scale, key = place
-    view = column_of(results, table, scale, key.format(attention=attention))
+    view = column_for(results, attention, *place)
     if view is None:
         return ""
     rows = _row_of(view, one), _row_of(view, other)
@@ -292,7 +307,7 @@ class Rung:
 class Budget(NamedTuple):
     """A column of a ladder: where models of one size were trained on one number of tokens.
 
-    column: its key, with ``{attention}``. size: layers x width.
+    column: its key, with ``{attention}`` where the table has it for both. size: layers x width.
     """
 
     table: str
@@ -308,21 +323,23 @@ LADDERS = {
         Budget("budget", "annealed", "{attention}-16200", "3 x 128"),
     ),
     "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions": (
-        Budget("extrapolation", "small", "{attention}-blocks-128", "3 x 128"),
-        Budget("contrast", "long", "{attention}-blocks-128", "3 x 128"),
+        Budget("extrapolation", "small", "softmax-blocks-128", "3 x 128"),
+        Budget("bounded", "small", "linear-paired-128", "3 x 128"),
         Budget("medium", "medium-5m", "{attention}-test", "4 x 192"),
+        Budget("contrast", "long", "{attention}-blocks-128", "3 x 128"),
+        Budget("bounded", "long", "linear-paired-128", "3 x 128"),
         Budget("medium", "medium-10m", "{attention}-test", "4 x 192"),
         Budget("medium", "medium", "{attention}-test", "4 x 192"),
         Budget("books", "books", "{attention}-test", "6 x 512"),
     ),
 }
-"""Title of a ladder -> its budgets, in ascending order of training tokens."""
+"""Title of a ladder -> its budgets, in any order."""
 RUNGS = 3
 """The smallest number of budgets of a row in a ladder."""
 
 
 class Climb(NamedTuple):
-    """A row of a ladder: the differences of a method from RoPE, budget by budget."""
+    """A row of a ladder: the differences of a method from RoPE, from few tokens to many."""
 
     attention: str
     method: str
@@ -365,22 +382,22 @@ def _climbs(results: Results, attention: str, budgets: Sequence[Budget]) -> Iter
     """Yield the methods with enough rungs."""
     rungs: dict[str, list[Rung]] = {}
     for budget in budgets:
-        key = budget.column.format(attention=attention)
-        if view := column_of(results, budget.table, budget.scale, key):
+        place = budget.table, budget.scale, budget.column
+        if view := column_for(results, attention, *place):
             for name, rung in _rungs(results, view, budget.size):
                 rungs.setdefault(name, []).append(rung)
     for name, climbed in rungs.items():
         # Two points always lie on a line; a third one can contradict it.
         if len(climbed) >= RUNGS:
-            yield Climb(attention, name, climbed)
+            yield Climb(attention, name, sorted(climbed, key=lambda rung: rung.tokens))
 
 
 def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str, Rung]]:
-    """Yield the name and the rung of every row beside the RoPE of the same normalizer."""
+    """Yield the name and the rung of every row beside RoPE with the same normalizer and floor."""
     by_name = {view.names[row]: row for row in view.ranked()}
     for name, row in by_name.items():
         base = by_name.get(_rope_of(name))
-        # A row without a RoPE of its normalizer has nothing to be compared with.
+        # A row without such a RoPE has nothing to be compared with.
         if base is None or base == row:
             continue
         verdict = view.verdict(row, base)
@@ -396,17 +413,17 @@ def _rungs(results: Results, view: ColumnView, size: str) -> Iterator[tuple[str,
         yield name, Rung(tokens=int(tokens), size=size, gap=gap, half=half, text=text)
 
 
-NORMALIZERS = ("layernorm", "content", "none")
+KEPT = (*NORMALIZERS, "angle-floor turn")
+"""What a row and its RoPE share, as names of rows have it; ``rotated`` is not named."""
 
 
 def _rope_of(name: str) -> str:
-    """Return the name of the row of RoPE with the normalizer of a row.
+    """Return the name of the row of RoPE with the normalizer and the floor of a row.
 
     >>> _rope_of("lrpe-type2, layernorm"), _rope_of("fox, fox-bias 3.0")
     ('rope, layernorm', 'rope')
     """
-    normalizer = [word for word in name.split(", ")[1:] if word in NORMALIZERS]
-    return ", ".join(["rope", *normalizer])
+    return ", ".join(["rope", *(word for word in name.split(", ")[1:] if word in KEPT)])
 
 
 def may_turn(rungs: Sequence[Rung]) -> str:
