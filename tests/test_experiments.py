@@ -29,7 +29,7 @@ from lrpe_fairseq.experiments.commands import run_table
 from lrpe_fairseq.experiments.data import folders, synthetic
 from lrpe_fairseq.experiments.data.corpus import SPLITS
 from lrpe_fairseq.experiments.data.synthetic import Recipe
-from lrpe_fairseq.experiments.families import FAMILIES, family_of, lm
+from lrpe_fairseq.experiments.families import FAMILIES, family_of, finetuning, lm, load_named
 from lrpe_fairseq.experiments.families.finetuning import FinetuningRun
 from lrpe_fairseq.experiments.families.lm import LMRun
 from lrpe_fairseq.experiments.records import bases, checkpoints, fairseq_log, keys, machine, methods
@@ -37,7 +37,7 @@ from lrpe_fairseq.experiments.records import runs as run_files
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.runs import read_run, write_run
-from lrpe_fairseq.experiments.records.tables import load_table
+from lrpe_fairseq.experiments.records.tables import load_table, load_tables
 from lrpe_fairseq.experiments.report import docs
 from lrpe_fairseq.experiments.runner import devices, identity, processes, schedule, slurm
 from lrpe_fairseq.experiments.runner.processes import RunFailed
@@ -310,6 +310,29 @@ DECIDING = {  # options of a training that make it another one
     "optimizer.weight_decay": 0.3,
     "lr_scheduler.warmup_updates": 7,
 }
+
+
+def test_every_table_shows_the_state_of_its_runs():
+    for table in load_tables(ROOT / "configs" / "tables"):
+        for scale, config in table.scales.items():
+            cell = keys.cells(table.at(scale))[0]
+            family = family_of(ROOT / config)
+            run = family.of_cell(table, cell, scale, ROOT / config, 1)[0]
+            assert schedule.state(run).startswith(("pending", "done", "half done", "trained"))
+
+
+def test_a_fine_tuned_run_is_finished_while_its_data_are_not_prepared(monkeypatch):
+    monkeypatch.setattr(finetuning, "manifest", lambda data: {})
+    table = load_named("table3")
+    config = ROOT / table.scales["small"]
+    runs = [
+        run
+        for cell in keys.cells(table.at("small"))
+        for run in family_of(config).of_cell(table, cell, "small", config, 1)
+        if run.result.exists()
+    ]
+    assert runs
+    assert all(run.finished() for run in runs)
 
 
 def test_a_run_of_other_settings_is_not_finished(one_run):

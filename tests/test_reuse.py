@@ -16,7 +16,7 @@ from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.report.sheets import require_same
 from lrpe_fairseq.experiments.runner import by_hand, schedule
 from lrpe_fairseq.experiments.runner.devices import Devices
-from lrpe_fairseq.experiments.runner.processes import Children
+from lrpe_fairseq.experiments.runner.processes import Children, RunFailed
 from tests.trial import a_record, checkpoint, saved_config, trained, trial
 
 UPDATES, SECONDS = 5, 12.5
@@ -227,14 +227,19 @@ def test_a_missing_evaluation_is_measured_without_training(finished):
 
 
 @pytest.mark.parametrize("now", [None, {"seconds": SECONDS + 1}, {"updates": UPDATES + 1}])
-def test_without_its_checkpoint_a_run_is_trained_anew_with_all_its_evaluations(finished, now):
+def test_without_its_checkpoint_a_finished_run_is_not_replaced_by_another_training(finished, now):
     if now:  # the checkpoint of another training
         save(finished, **now)
     else:
         (finished.checkpoints / checkpoints.BEST).unlink()
-    trained, _ = work(replace(finished, evaluations=(("valid", "tail-512"),)))
-    assert trained
-    assert finished.done[0] == ["train", "valid tail-512", "test blocks"]
+    before = finished.result.read_bytes()
+    with pytest.raises(RunFailed, match=r"lacks valid tail-512, and .* move the run file away$"):
+        work(finished)
+    assert finished.done[0] == []
+    assert finished.result.read_bytes() == before
+    finished.result.unlink()
+    assert work(finished) == (True, [])
+    assert finished.done[0] == ["train", "test blocks", "valid tail-512"]
 
 
 def test_a_run_of_other_settings_is_not_only_evaluated(finished):

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from lrpe_fairseq.attention.multihead import ATTENTION_TYPES, MultiheadAttention
 from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.errors import Refusal
-from lrpe_fairseq.experiments.records.files import CONFIGS, load_config
+from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
+from lrpe_fairseq.experiments.records.tables import load_tables
 from lrpe_fairseq.models import checks, normformer
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
@@ -307,3 +308,16 @@ def test_layerdrop_leaves_no_noise_of_an_earlier_pass_in_shared_spe(corpus):
     with torch.no_grad():
         outputs = [float(model.train()(tokens)[0].sum()) for _ in range(40)]
     assert len({x for x in outputs if outputs.count(x) > 1}) == 1  # without any layer
+
+
+@pytest.mark.parametrize("table", load_tables(ROOT / "configs" / "tables"), ids=lambda t: t.name)
+def test_a_row_without_encoding_is_named_by_the_absolute_positions_of_its_model(table):
+    for scale, config in table.scales.items():
+        model = load_config(ROOT / config).model
+        built = merge_with_parent(MODEL_DATACLASS_REGISTRY[model._name](), OmegaConf.create(model))
+        sides = [built.get(side) or {} for side in ("encoder", "decoder")]
+        learned = any(side.get("learned_pos") for side in sides) or built.get("encoder_learned_pos")
+        options = table.at(scale).options
+        named = any(v for k, v in options.items() if k.endswith("learned_pos"))
+        rows = [row for row in table.at(scale).rows if row.encoding == "none"]
+        assert not rows or bool(learned) == named

@@ -27,6 +27,11 @@ from lrpe_fairseq.experiments.runner.training import TrainingRun
 EXPERIMENT = "table3"
 GLUE = "glue"
 WARM_UP = 0.06  # fraction of the updates, as in RoBERTa's fine-tuning
+SCHEDULE = {  # follows from the number of examples
+    "optimization.max_update",
+    "lr_scheduler.total_num_update",
+    "lr_scheduler.warmup_updates",
+}
 FREE = {  # model options that fine-tuning may set
     "dropout",
     "attention_dropout",
@@ -107,6 +112,11 @@ class FinetuningRun(TrainingRun):
     def splits(self) -> set[str]:
         """Also every development set."""
         return super().splits() | set(evaluated(self.data))
+
+    def differences(self, config: Mapping[str, Any]) -> set[str]:
+        """Without prepared data the schedule is unknown, so it does not differ."""
+        unknown = set() if manifest(self.data).get("splits") else SCHEDULE
+        return super().differences(config) - unknown
 
     def max_update(self) -> int:
         """The number of updates of the whole run; 0 while the data is not prepared."""

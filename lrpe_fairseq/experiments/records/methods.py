@@ -38,8 +38,7 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
     """
     parts = [patterns.canonical(encoding, public_name)]
     if encoding == "none":
-        bare = options.get("model.no_token_positional_embeddings", False)
-        parts.append("no positions" if bare else "sinusoidal")
+        parts.append(_absolute_positions(options))
     for part in ("", "encoder.", "decoder."):
         normalizer = options.get(f"model.{part}attention_normalizer", "rotated")
         parts += [normalizer] if normalizer != "rotated" else []
@@ -47,8 +46,18 @@ def method(encoding: str, options: Mapping[str, Any], usual: Mapping[str, Any]) 
     parts += ["with cross-attention"] if options.get(cross) != usual.get(cross) else []
     # What all rows have is said once, above the table.
     changed = {k: v for k, v in options.items() if k not in UNNAMED and v != usual.get(k)}
+    if encoding == "none":
+        changed = {k: v for k, v in changed.items() if not k.endswith("learned_pos")}
     parts += [short(k) if v is True else f"{short(k)} {v}" for k, v in changed.items()]
     return ", ".join(parts)
+
+
+def _absolute_positions(options: Mapping[str, Any]) -> str:
+    """Return how a model without an encoding marks positions: learned ones, sinusoids or none."""
+    if options.get("model.no_token_positional_embeddings", False):
+        return "no positions"
+    learned = any(value for key, value in options.items() if key.endswith("learned_pos"))
+    return "learned positions" if learned else "sinusoidal"
 
 
 def names(table: Table) -> dict[str, str]:

@@ -333,10 +333,10 @@ class TrainingRun(ABC):
 
     def progress(self) -> tuple[int, int]:
         """Return (updates done, updates of the whole run)."""
-        return fairseq_log.last_update(self.log), self._updates
+        return fairseq_log.last_update(self.log), self._total_updates
 
     @cached_property
-    def _updates(self) -> int:
+    def _total_updates(self) -> int:
         """:meth:`max_update`, which merges a whole configuration; lines of progress ask often."""
         return self.max_update()
 
@@ -367,10 +367,11 @@ class TrainingRun(ABC):
     def work(self, children: Children, devices: Devices, say: Say) -> bool:
         """Train the remaining updates, evaluate, and write the run file.
 
-        A finished training that lacks evaluations is only evaluated if its checkpoint still exists.
+        A finished training that lacks evaluations is only evaluated.
 
         Returns: False if there was nothing to do, because another process has finished the run.
-        Raises: UserError, Stopped, or processes.Busy if another process trains this run.
+        Raises: UserError, also for a finished training that lacks evaluations and its checkpoint;
+            Stopped, or processes.Busy if another process trains this run.
         """
         self.require_inputs()
         with processes.locked(self.folder) as lock:
@@ -379,19 +380,18 @@ class TrainingRun(ABC):
             # Another process may have finished it while this one waited for the lock.
             if known and not self.missing(known):
                 return False
-            if known and self._complete(known, run_here, say):
+            if known:
+                self._complete(known, run_here, say)
                 return True
-            # The run file is replaced, with all that it had: an evaluation must not get lost.
-            run = self._with_those_of(known)
             try:
                 self.train(children, devices, lock, say)
             except Diverged as error:
                 say(f"{error}; the run file says so")
                 # A result, not an error: the page then says that the row diverged.
-                measured = run.lost()
+                measured = self.lost()
             else:
                 checkpoints.require_best(self.checkpoints)
-                measured = run.measure(run_here)
+                measured = self.measure(run_here)
             write_run(self.result, self.record(measured, devices.threads))
             # After the run file: until then the training can be evaluated again.
             self._remove_periodic()
@@ -404,28 +404,33 @@ class TrainingRun(ABC):
             if not interval or updates % interval:
                 path.unlink()
 
-    def _complete(self, known: Run, run: Shell, say: Say) -> bool:
-        """Add the missing evaluations to the run file ``known``; False if that is impossible."""
+    def _complete(self, known: Run, run: Shell, say: Say) -> None:
+        """Add the missing evaluations to the run file ``known``.
+
+        Raises: RunFailed without the checkpoint of that training: published numbers are not
+            replaced by those of another training unasked.
+        """
         missing = self.missing(known)
+        words = ", ".join(map(" ".join, missing))
+        if not self._has_checkpoint_of(known):
+            raise RunFailed(
+                f"{relative(self.result)} lacks {words}, and {relative(self.checkpoints)} has no "
+                "checkpoint of that training: to train it again, move the run file away"
+            )
+        say(f"evaluating {words}; nothing is trained")
+        measured = replace(self, evaluations=missing).measure(run)
+        checksums = self.data_checksums()
+        write_run(self.result, runs.with_evaluations(known, measured, checksums, machine_here()))
+
+    def _has_checkpoint_of(self, known: Run) -> bool:
+        """True if the folder has the checkpoints of the training whose run file is ``known``."""
         try:
             paths = (self.checkpoints / name for name in (checkpoints.BEST, checkpoints.LAST))
             best, last = map(checkpoints.load_sound, paths)
         except ValueError:
             return False
         trained = checkpoints.updates(best), checkpoints.seconds(last)
-        if trained != (known.get("evaluated_update"), known["wall_seconds"]):
-            return False  # of another training
-        say(f"evaluating {', '.join(map(' '.join, missing))}; nothing is trained")
-        measured = replace(self, evaluations=missing).measure(run)
-        checksums = self.data_checksums()
-        write_run(self.result, runs.with_evaluations(known, measured, checksums, machine_here()))
-        return True
-
-    def _with_those_of(self, known: Run | None) -> "TrainingRun":
-        """Return the run with the evaluations of the run file ``known`` too, which it replaces."""
-        metrics = known["metrics"] if known else {}
-        others = [(split, protocol) for split in metrics for protocol in metrics[split]]
-        return replace(self, evaluations=tuple(dict.fromkeys([*self.evaluations, *others])))
+        return trained == (known.get("evaluated_update"), known["wall_seconds"])
 
     def train(self, children: Children, devices: Devices, lock: int, say: Say) -> None:
         """Train until the last update, from the newest checkpoint if there is one.
