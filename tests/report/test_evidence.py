@@ -67,7 +67,10 @@ def test_a_page_says_where_no_row_is_better_than_n_grams(root):
     assert "N-grams" not in text(root)
     ngrams(root, 39.0)
     found = text(root)
-    assert "**N-grams.** No row is better than 6-grams of as many training tokens" in found
+    assert (
+        "**N-grams.** No row is better than 6-grams of the tokens that the models have read"
+        in found
+    )
     assert "training tokens (39.00): its order shows how fast models learn n-grams." in found
     assert f"| {names.format('39.00')}" in found
     assert "| the same with a cache of the context | 34.00 | | |" in found
@@ -96,7 +99,10 @@ def test_models_that_have_learned_and_fail_elsewhere_have_no_order_of_learning_n
     described = dict.fromkeys(both, "One.")
     write_run(path, {**known, "metrics": {"valid": both}, "protocol": described})
     found = text(root)
-    assert "No row in `far` is better than 6-grams of as many training tokens (41.00)." in found
+    assert (
+        "No row in `far` is better than 6-grams of the tokens that the models have read (41.00)."
+        in found
+    )
     assert "learn n-grams" not in found
 
 

@@ -211,6 +211,8 @@ def index(results: Results) -> str:
     values["documents"] = documents.table_of_tables(results)
     path = results.root / "results" / "false-orders.json"
     values["false_orders"] = read_json(path) or None
+    fits = [one for one in results.measurements.every.values() if one.prior.strength]
+    values |= {"fitted": len(fits), "newer": sum(not one.frozen for one in fits)}
     return markdown.rendered("results.md.j2", **values)
 
 

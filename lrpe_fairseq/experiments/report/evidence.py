@@ -273,9 +273,10 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
     cache = f"{known[0].yardstick['cache-ppl']:.1f} with a cache of the context"
     both = f"the best has a perplexity of {best:.1f}, the n-grams have {value:.1f} ({cache})"
     if any(view.beats_ngrams for view in known):
-        return f"Compared with {order} of as many training tokens, {both}."
+        return f"Compared with {order} of the tokens that they have read, {both}."
     return (
-        f"No language model among them is better than {order} of as many training tokens: {both}. "
+        f"No language model among them is better than {order} of the tokens that it has read: "
+        f"{both}. "
         "So their orders show how fast models learn n-grams."
     )
 

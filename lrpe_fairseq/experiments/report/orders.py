@@ -199,6 +199,16 @@ class Measurement:
         self._frozen = prior
         self._known: dict[tuple[str, str], Verdict] = {}
 
+    @property
+    def frozen(self) -> bool:
+        """True if a release has frozen the prior: further rows then move no verdict."""
+        return self._frozen is not None
+
+    @property
+    def repeated(self) -> int:
+        """The number of rows with several seeds."""
+        return sum(len(of_seeds) > 1 for of_seeds in self.cells.values())
+
     @cached_property
     def prior(self) -> Prior:
         """The frozen prior, or the fitted one."""

@@ -107,6 +107,7 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
         "table": table,
         "groups": [_group(results, x, views) for x in sheets if (views := results.headlines(x))],
         "runs": len(runs),
+        "changed": sum(run["commit"].endswith("-dirty") for run in runs.values()),
         "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
         "machines": markdown.listed(machines),
         "folders": markdown.listed([f"[runs/{name}](runs/{name})" for name in folders]),
@@ -255,7 +256,7 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
     for (value, fails), members in groups.items():
         where = "" if len(members) == len(known) else f" in {_columns(members, known)}"
         order = members[0].yardstick["order"]
-        ngrams = f"{order}-grams of as many training tokens ({value:.2f})"
+        ngrams = f"{order}-grams of the tokens that the models have read ({value:.2f})"
         shown = "its order shows" if len(members) == 1 else "the orders show"
         rest = "." if fails else f": {shown} how fast models learn n-grams."
         lines.append(f"**N-grams.** No row{where} is better than {ngrams}{rest}")
@@ -492,7 +493,7 @@ def _of_curves(panels: Iterable[plots.Panel]) -> str:
     known = [panel.rows[plots.NGRAMS] for panel in panels if plots.NGRAMS in panel.rows]
     if not known:
         return ""
-    text = " Grey: n-grams of as many training tokens"
+    text = " Grey: n-grams of the tokens that the models have read"
     level = any(a[1] == b[1] for curve in known for a, b in itertools.pairwise(curve))
     return text + (", or of the whole training text once models read it again." if level else ".")
 
