@@ -71,7 +71,7 @@ def test_a_page_says_where_no_row_is_better_than_n_grams(root):
         "**N-grams.** No row is better than 6-grams of the tokens that the models have read"
         in found
     )
-    assert "training tokens (39.00): its order shows how fast models learn n-grams." in found
+    assert "models have read (39.00): its order shows how fast models learn n-grams." in found
     assert f"| {names.format('39.00')}" in found
     assert "| the same with a cache of the context | 34.00 | | |" in found
     ngrams(root, 41.0)
