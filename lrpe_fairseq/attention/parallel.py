@@ -553,21 +553,33 @@ def gathered(
 def _gathered_keys(
     sequence: SplitSequence, k: Tensor, v: Tensor, transport: Transport | None
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values of :func:`gathered`."""
+    """Return keys and values of :func:`gathered`; their numbers of heads may differ."""
     width, ends = k.shape[-1], k
     if transport is not None:  # a key is rounded once, not at every token
         k = k.to(torch.promote_types(k.dtype, torch.float32))
         unit = torch.eye(width, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         move, ends = carried(torch.cat([unit, k], 2), transport).split([width, k.shape[2]], 2)
         moves = sequence.gather(move)
-    found = _gathered(sequence, torch.cat([ends, v.to(ends.dtype)], -1), 2)
-    keys = found[0][:, :, :0, :width]
+    own = _by_token(ends), _by_token(v.to(ends.dtype))
+    sizes = [x.shape[-1] for x in own]
+    found = [x.split(sizes, -1) for x in _gathered(sequence, torch.cat(own, -1), 1)]
+    keys = _by_head(found[0][0][:, :0], k)
     keys = keys if transport is None else keys @ moves[0]  # every rank uses what it has gathered
     for rank in range(sequence.rank):
         keys = keys if transport is None else keys @ moves[rank]
-        keys = torch.cat([keys, found[rank][..., :width]], 2)
-    values = torch.cat([x[..., width:].to(v.dtype) for x in found[: sequence.rank]] + [v], 2)
+        keys = torch.cat([keys, _by_head(found[rank][0], k)], 2)
+    values = torch.cat([_by_head(x, v).to(v.dtype) for _, x in found[: sequence.rank]] + [v], 2)
     return torch.cat([keys, k], 2), values
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """(B, H, T, D) -> (B, T, H D)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _by_head(x: Tensor, like: Tensor) -> Tensor:
+    """(B, T, H D) -> (B, H, T, D), with the heads of ``like`` (B, H, ., D)."""
+    return x.unflatten(-1, (like.shape[1], like.shape[-1])).transpose(1, 2)
 
 
 def _gathered_sums(sequence: SplitSequence, sums: Tensor | None) -> Tensor | None:

@@ -103,9 +103,18 @@ STACKS = [
     for name in ("lrpe-type2", "fox", "gated:path:lrpe-type2", "selective:rope")
     for masks in ("", "padding documents")
 ]
+BY_HEAD = [n for n in NAMES if encoding_of(n).keys_by_head and not encoding_of(n).unsplit]
+WINDOW = {"window": 3, "normalizer": "bounded"}
+GROUPED = [
+    Case(name, attention_type, MASKS[turn % 4], options={"num_kv_heads": 1, **options})
+    for turn, name in enumerate(BY_HEAD)
+    for attention_type, options in [("softmax", {}), ("linear", WINDOW)]
+    if serves(name, attention_type)
+]
+"""Heads that share keys before the encoding, and have keys of their own behind it."""
 CASES = {
     case.id: case
-    for cases in (EVERY_NAME, NORMALIZED, WINDOWS, PARTS, SHORT, PLACED, STACKS)
+    for cases in (EVERY_NAME, NORMALIZED, WINDOWS, PARTS, SHORT, PLACED, STACKS, GROUPED)
     for case in cases
 }
 

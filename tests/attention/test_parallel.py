@@ -23,8 +23,10 @@ from tests.end_to_end.cases import sampled
 SIZES = (2, 4)
 PATIENCE = 480
 OF_NAMES = [case.id for turn, case in enumerate(EVERY_NAME) if turn % 4 == turn // 4 % 4]
-OTHERS = list(CASES)[len(EVERY_NAME) :]
-CHOSEN = [(name,) for name in OF_NAMES + OTHERS[::3]]
+GROUPED = [case.id for case in split.GROUPED]
+SHARING = [case.id for case in split.GROUPED if not set(case.name) & set("@~^+")]
+OTHERS = [name for name in list(CASES)[len(EVERY_NAME) :] if name not in GROUPED]
+CHOSEN = [(name,) for name in OF_NAMES + OTHERS[::3] + SHARING]
 
 
 @pytest.fixture(scope="module")
