@@ -140,6 +140,17 @@ def _check(config: LRPEConfig) -> None:
         )
     for own in config.attention:
         refuse_of_training(own)
+        _check_scaled_heads(config, own.get("head_dim"))
+
+
+def _check_scaled_heads(config: LRPEConfig, head_dim: int | None) -> None:
+    """Refuse ``scale_heads`` where the output of attention is not as wide as its heads together."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    if config.scale_heads and head_dim and head_dim * heads != width:
+        raise ChoiceError(
+            f"scale_heads scales {heads} equal pieces of the width {width}, which are no heads of "
+            f"head_dim {head_dim}: leave one of the two out"
+        )
 
 
 def attention_arguments(config: LRPEConfig, layer: int) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def check_language_model(options: Any) -> None:
         "max_target_positions",
     )
     check_probabilities(options)
+    check_scaled_heads(options)
 
 
 def check_translation(cfg: Any, task: Any) -> None:
@@ -250,6 +251,22 @@ def check_pruning_of_heads(options: Any) -> None:
         raise ChoiceError(
             "--mha-reg-scale-factor prunes attention heads with their keys and values: leave "
             "--kv-heads out"
+        )
+
+
+def check_scaled_heads(options: Any) -> None:
+    """Refuse ``--scale-heads`` where the output of attention is not as wide as its heads together.
+
+    Raises: ChoiceError, which names both options and the width that they need.
+    """
+    head_dim = int(getattr(options, "head_dim", 0) or 0)  # older checkpoints lack it
+    if not (getattr(options, "scale_heads", False) and head_dim):
+        return
+    width, heads = int(options.decoder_embed_dim), int(options.decoder_attention_heads)
+    if head_dim * heads != width:
+        raise ChoiceError(
+            f"--scale-heads scales {heads} equal pieces of the width {width}, which are no heads "
+            f"of --head-dim {head_dim}: leave one of the two out"
         )
 
 

@@ -118,6 +118,8 @@ TEXT = {
     "--position-encoding lrpe:identity:unknown": "unknown position encoding",
     "--decoder-attention-heads 5": "width 32 is not divisible by 5 attention heads",
     "--kv-heads 3": "3 heads of keys and values cannot be shared equally by 4 attention heads",
+    "--scale-heads --head-dim 5": "--scale-heads scales 4 equal pieces of the width 32, which are "
+    "no heads of --head-dim 5: leave one of the two out",
     "--decoder-attention-heads 0": "--decoder-attention-heads must be at least 1 and",
     "--document-boundary book": "--document-boundary 'book' is no symbol of the dictionary",
     "--adaptive-input": "--adaptive-input requires --adaptive-input-cutoff",

@@ -200,6 +200,10 @@ def test_a_masked_model_is_exported_with_its_tokenizer(tmp_path):
         ({"hidden_act": "swish"}, "unknown hidden_act 'swish'; choose one of relu"),
         ({"absolute_positions": "rotary"}, "choose one of sinusoidal, learned, none"),
         ({"attention": [{}]}, "options of 1 layers, but num_hidden_layers is 6"),
+        (
+            {"scale_heads": True, "num_hidden_layers": 1, "attention": [{"head_dim": 5}]},
+            "which are no heads of head_dim 5: leave one of the two out",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_refused_when_it_is_made(given, said):
