@@ -158,3 +158,19 @@ def visible_matrix(
         return None
     rows, columns = q.shape[-2], k.shape[-2]
     return torch.ones(1, 1, rows, columns, dtype=torch.bool).tril(columns - rows)
+
+
+def gradients_in_and_out_of_autocast(encoding, x, positions, dtype):
+    """The gradients of x and of all parameters, with the backward pass outside and in autocast.
+
+    The forward pass is in autocast. x: (B, H, T, D), float32.
+    """
+    inputs = [x, *encoding.parameters()]
+    found = []
+    for enabled in (False, True):
+        with torch.autocast(x.device.type, dtype):
+            q, k = encoding(x, x, positions, positions)
+        loss = (q * torch.linspace(-1, 1, q.numel()).view_as(q)).sum() + k.square().sum()
+        with torch.autocast(x.device.type, dtype, enabled=enabled):
+            found.append(torch.autograd.grad(loss, inputs))
+    return found

@@ -8,7 +8,8 @@ call is decided in ``dispatch``.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ParamSpec, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,21 @@ def without_autocast(x: Tensor) -> AbstractContextManager[None]:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def gradients_without_autocast(backward: Callable[P, R]) -> Callable[P, R]:
+    """Disable autocast in the ``backward`` of a torch.autograd.Function.
+
+    A backward pass that is called inside ``torch.autocast`` would multiply in half precision what
+    the forward pass has multiplied without.
+    """
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Tensor) -> Any:
+        with without_autocast(grads[0]):
+            return backward(ctx, *grads)
+
+    return call
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from lrpe_fairseq.encodings.trees.products import definition as step_by_step
 from lrpe_fairseq.encodings.trees.products import tree_turn
 from lrpe_fairseq.errors import ChoiceError
 from tests.pairwise import pairwise
-from tests.references import score_matrix
+from tests.references import gradients_in_and_out_of_autocast, score_matrix
 
 HEADS, D = 2, 8
 
@@ -142,6 +142,17 @@ def test_a_frozen_tree_has_the_gradient_of_its_input_only():
     x, at = normal(1, HEADS, 4, D).requires_grad_(), torch.tensor([0, 2, 5, 12])
     found = gradients(tree_turn(x, matrices, at, PositionCache()), [x])
     torch.testing.assert_close(found, gradients(step_by_step(x, matrices, at), [x]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("components", "head_dim"), [("sequence", 5), ("sequence", 8), ("tree2", 5)]
+)
+def test_autocast_does_not_round_the_gradients(components, head_dim, dtype):
+    encoding = build(components, head_dim).float()
+    x = normal(1, HEADS, 6, head_dim).float().requires_grad_()
+    wanted, found = gradients_in_and_out_of_autocast(encoding, x, torch.arange(6), dtype)
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("components", ["sequence", "tree2"])

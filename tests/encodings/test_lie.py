@@ -5,6 +5,7 @@ import torch
 
 from lrpe_fairseq.encodings import EncodingOptions, build_encoding
 from lrpe_fairseq.encodings.rotations.generators import Spectrum, definition, exponential, turn
+from tests.references import gradients_in_and_out_of_autocast
 
 NAMES = ("liere", "comrope-ap", "comrope-ld")
 
@@ -147,6 +148,17 @@ def test_autocast_does_not_round_a_rotation():
     wanted = encoding(x, x, at, at)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(encoding(x, x, at, at)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("liere", 12), ("comrope-ap", 5), ("comrope-ld", 5), ("comrope-ld", 8)]
+)
+def test_autocast_does_not_round_the_gradients_of_a_rotation(name, head_dim, dtype):
+    encoding, at = build(name, head_dim), torch.arange(1000, 1006)
+    x = normal(1, 2, 6, head_dim).float().requires_grad_()
+    wanted, found = gradients_in_and_out_of_autocast(encoding, x, at, dtype)
+    assert all(map(torch.equal, found, wanted))
 
 
 def scores(encoding, q, k, positions):

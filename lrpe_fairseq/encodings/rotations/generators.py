@@ -18,6 +18,7 @@ from lrpe_fairseq.encodings.core.forms import Fold
 from lrpe_fairseq.encodings.core.positions import check_positions
 from lrpe_fairseq.kernels.conditions import (
     gradients_of,
+    gradients_without_autocast,
     is_plain,
     reads_are_free,
     without_autocast,
@@ -166,6 +167,7 @@ class _Canonical(torch.autograd.Function):
         return p, theta
 
     @staticmethod
+    @gradients_without_autocast
     def backward(ctx, grad_p, grad_theta):
         p, theta = ctx.saved_tensors
         half, grad = _as_complex(p).conj(), _as_complex(grad_p)  # half: vectors times sqrt 2
@@ -264,6 +266,7 @@ class _Turn(torch.autograd.Function):
         return _out_of(_phases(values, amounts, x.dtype) * _into(x, weight), weight)
 
     @staticmethod
+    @gradients_without_autocast
     def backward(ctx, grad):
         x, skew, amounts, values, basis = ctx.saved_tensors
         needs = ctx.needs_input_grad

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from lrpe_fairseq.encodings.core.positions import PositionCache
 from lrpe_fairseq.encodings.trees import nodes
-from lrpe_fairseq.kernels.conditions import gradients_of, is_plain, may_read_values
+from lrpe_fairseq.kernels.conditions import (
+    gradients_of,
+    gradients_without_autocast,
+    is_plain,
+    may_read_values,
+)
 
 
 class Step(NamedTuple):
@@ -96,6 +101,7 @@ class _TreeTurn(torch.autograd.Function):
         return _by_token(vectors, x.shape, positions)
 
     @staticmethod
+    @gradients_without_autocast
     def backward(ctx, grad):
         x, matrices, positions = ctx.saved_tensors
         needs = ctx.needs_input_grad
