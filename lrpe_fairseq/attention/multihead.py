@@ -177,8 +177,8 @@ class MultiheadAttention(ProjectedAttention):
         """Compute self-attention of x (B, T, C) from ``state``; return (B, T, C) and the new state.
 
         Args:
-            key_padding_mask: (B, T) of this block, true at padding, which may be anywhere. After a
-                Memory padding must be on the right, where the causal mask hides it.
+            key_padding_mask: (B, T) of this block, true at padding, which may be anywhere. A Memory
+                has no padding.
             state: the state that the previous block returned, or a Memory.
             keep_state: True to return the state after the block (causal only), else None.
             positions: int64 (T,) or (B, T) of this block. None counts real tokens, so that left-
@@ -200,7 +200,7 @@ class MultiheadAttention(ProjectedAttention):
             raise ValueError("a window needs causal attention to whole texts, without a state")
         if isinstance(state, Memory):
             _check_beside_memory(keep_state, positions, starts)
-            return self._after_memory(x, state), None
+            return self._after_memory(x, key_padding_mask, state), None
         whole = state is None and not keep_state
         window = self._narrowest(window, x.shape[1] if whole else None)
         options = {"window": window, "one_sided": one_sided, "starts": starts}
@@ -463,20 +463,24 @@ class MultiheadAttention(ProjectedAttention):
         hidden = padding.unsqueeze(1)
         return gates.masked_fill(hidden if gates.dim() == 3 else hidden.unsqueeze(-1), 0.0)
 
-    def _after_memory(self, x: Tensor, memory: Memory) -> Tensor:
-        """Compute attention of x (B, T, C) over [memory, x], (B, T, C). Keys start M earlier."""
+    def _after_memory(self, x: Tensor, padding: Tensor | None, memory: Memory) -> Tensor:
+        """Compute attention of x (B, T, C) over [memory, x], (B, T, C). Keys start M earlier.
+
+        padding: (B, T), true at padding of x, or None.
+        """
         if self.attention_type == "linear" or not self.causal:
             raise ValueError("only causal softmax attention has a memory of earlier segments")
         if self.update is not None or self.given.states is not None:
             raise ValueError(
                 f"{self.encoding.name!r} keeps no states of earlier segments: use another encoding"
             )
+        length = memory.inputs.shape[0]
         whole = torch.cat([memory.inputs.transpose(0, 1), x], 1)
-        numbers = memory.segments
-        starts = None if numbers is None else F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
-        tokens = tokens_of(whole, starts=starts, window=self.window)
+        padding = None if padding is None else F.pad(padding.bool(), (length, 0))
+        starts = None if memory.segments is None else _starts(memory.segments, padding)
+        tokens = tokens_of(whole, padding, starts=starts, window=self.window)
         tokens = self._of_text(whole, tokens)
-        out, _ = self._softmax(whole, tokens, None, False, memory.inputs.shape[0])
+        out, _ = self._softmax(whole, tokens, None, False, length)
         return self._project_out(out, x)
 
     def _softmax(
@@ -562,6 +566,17 @@ class MultiheadAttention(ProjectedAttention):
         transport, reflected = self.encoding.transport(x, tokens.positions, *masks)
         history.update(after | reflected)
         return tokens._replace(phases=phases, transport=transport)
+
+
+def _starts(documents: Tensor, padding: Tensor | None) -> Tensor:
+    """Return true at real tokens whose document is not that of the real token before, bool (B, N).
+
+    documents: int (B, N). padding: bool (B, N), or None.
+    """
+    if padding is not None:  # padding belongs to the document before it
+        slots = torch.arange(padding.shape[1], device=padding.device)
+        documents = documents.gather(1, slots.masked_fill(padding, 0).cummax(1).values)
+    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
 
 
 def _carried_before(k: Tensor, transport: Transport, first: int) -> Tensor:

@@ -101,6 +101,27 @@ def test_attention_after_a_memory_is_that_of_one_long_block(name, memory):
     torch.testing.assert_close(found, expected, **EXACT)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", ["rope", "t5", "alibi", "fox", "path", "selective:rope", "cope"])
+def test_padding_after_a_memory_is_hidden(name, documents):
+    module, memory, length = attention(name), 5, 7
+    before, now = torch.randn(2, memory + length, 16, dtype=torch.float64).tensor_split([memory], 1)
+    mask = torch.tensor([[1, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 1, 1]]).bool()
+    numbers = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]).repeat(2, 1)
+    numbers[:, memory:][mask] = -1
+    past = Memory(before.transpose(0, 1), numbers if documents else None)
+    other = now.masked_fill(mask.unsqueeze(-1), 9.0)
+    out, again = (module.attend(x, mask, past)[0][~mask] for x in (now, other))
+    torch.testing.assert_close(out, again, rtol=0, atol=0)
+    for row, padded in enumerate(mask):  # a row alone, without its padding
+        shown = torch.cat([torch.zeros(memory).bool(), padded])
+        kept = Memory(past.inputs[:, row : row + 1], numbers[row : row + 1, ~shown])
+        kept = kept if documents else kept._replace(segments=None)
+        alone = module.attend(now[row : row + 1, ~padded], state=kept)[0][0]
+        found = module.attend(now, mask, past)[0][row, ~padded]
+        torch.testing.assert_close(found, alone, **EXACT)
+
+
 @pytest.mark.parametrize(("attention_type", "causal"), [("linear", True), ("softmax", False)])
 def test_attention_that_cannot_remember_says_so(attention_type, causal):
     x = torch.randn(2, 4, 16, dtype=torch.float64)
