@@ -695,9 +695,11 @@ def _content_after(
 
     keys: (B, H, D), the sum of the keys before the block. log_decay: with the starts of documents.
     """
+    if k.shape[-2] == 0:  # no token, no decay
+        return (q * k).sum(-1), keys
     if log_decay is None:
         sums = keys.unsqueeze(-2) + k.cumsum(-2)
-        return (q * sums).sum(-1), sums[..., -1, :] if sums.shape[-2] else keys
+        return (q * sums).sum(-1), sums[..., -1, :]
     # they are numerators of values of 1
     ones = torch.ones_like(q[..., :1])
     before = LinearState(keys.unsqueeze(-1), keys)

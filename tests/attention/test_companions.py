@@ -9,6 +9,7 @@ from torch import nn
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.linear import (
+    NORMALIZERS,
     LinearState,
     attend_to_memory,
     linear_attention,
@@ -424,6 +425,15 @@ def test_a_text_of_no_token_may_have_starts_a_mask_and_positions(name, kind, par
         assert out.shape == x.shape
         out.sum().backward()
     assert module.attend(x, positions=torch.zeros(0).long())[0].shape == x.shape
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("name", ["gated:path:rope", "path:alibi", "path:permuteformer"])
+def test_a_text_of_no_token_may_have_decays_and_reflections(name, normalizer):
+    module, x = self_attention(name, "linear", normalizer=normalizer), torch.randn(BATCH, 0, WIDTH)
+    out, _ = module.attend(x)
+    assert out.shape == x.shape
+    out.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["none", "spe", "deberta", "transformer-xl"])
