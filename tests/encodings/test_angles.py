@@ -505,6 +505,18 @@ def test_a_checkpoint_holds_angles_in_radians_whatever_their_rate(name, floor):
         assert all(x.isfinite().all() for x in found)
 
 
+@pytest.mark.parametrize("scale", [0.1, 0.3, 7.0])
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_checkpoint_of_angles_with_a_rate_of_their_own_is_read_to_the_last_bit(name, scale):
+    trained, read = slow(name, scale), slow(name, scale)
+    with torch.no_grad():
+        for rho in torch.rand(50, len(trained.core.slow_theta)):
+            trained.core.slow_theta.copy_(rho)
+            read.load_state_dict(copy.deepcopy(trained.state_dict()))
+            assert torch.equal(read.core.slow_theta, rho)
+            assert torch.equal(read.core.angles, trained.core.angles)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [

@@ -156,7 +156,8 @@ class Slow(nn.Module):
     of a parameter group with c times the rate, with Adam's epsilon divided by c; a weight decay of
     ``adam`` shrinks the angles as without the option.
 
-    Checkpoints hold ``theta``, in radians, so that they are read with any c.
+    Checkpoints hold ``theta``, in radians, so that they are read with any c: as float64, because
+    c times a float32 number that is rounded to float32 and divided by c may be another number.
     """
 
     options_of_angles: AngleOptions
@@ -182,9 +183,9 @@ class Slow(nn.Module):
 
 
 def _as_theta(module: Slow, state: dict, prefix: str, *rest: object) -> None:
-    """Write the angles in radians into a checkpoint."""
+    """Write the angles in radians into a checkpoint: float64, of which rho is read exactly."""
     rho = state.pop(f"{prefix}slow_theta")
-    state[f"{prefix}theta"] = (rho.double() * module.lr_scale).float()
+    state[f"{prefix}theta"] = rho.double() * module.lr_scale
 
 
 def _from_theta(module: Slow, state: dict, prefix: str, *rest: object) -> None:
