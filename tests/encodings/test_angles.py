@@ -372,6 +372,28 @@ def test_a_checkpoint_remembers_its_floor_when_it_is_read_at_another_length(name
         assert torch.equal(copy.deepcopy(read).core.angles, trained.core.angles)
 
 
+@pytest.mark.parametrize(("trained", "chosen"), [("turn", "clip"), ("clip", "turn")])
+@pytest.mark.parametrize("name", CORE_OF)
+def test_a_checkpoint_with_the_other_floor_is_refused_in_one_sentence(name, trained, chosen):
+    saved = encoding_of(name, trained).state_dict()
+    said = (
+        f"trained with --angle-floor {trained}, not {chosen}: read it with --angle-floor {trained}"
+    )
+    with pytest.raises(ChoiceError, match=said) as refused:
+        encoding_of(name, chosen).load_state_dict(saved)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("floor", ["turn", "clip"])
+def test_a_checkpoint_that_does_not_name_its_floor_is_read(floor):
+    trained = encoding_of("lrpe-type2", floor)
+    saved = {key: x for key, x in trained.state_dict().items() if not key.endswith("floor.clips")}
+    assert len(saved) == len(trained.state_dict()) - 1
+    read = encoding_of("lrpe-type2", floor, length=7)
+    read.load_state_dict(saved)
+    assert torch.equal(read.core.angles, trained.core.angles)
+
+
 @pytest.mark.parametrize("floor", ["none", "turn"])
 @pytest.mark.parametrize("name", LEARNED)
 def test_positive_plain_angles_of_a_checkpoint_are_read_as_logarithms(name, floor):

@@ -66,11 +66,12 @@ class AngleFloor(nn.Module):
     "turn" fixes them at 0, in training and in evaluation. "clip" raises them to 2 pi / L at the
     start; fixed angles stay there. The others are untouched, as is 0 by "clip": learned ones are
     learned freely and may cross 2 pi / L. Which angles are below the floor is decided at the start
-    and saved in the checkpoint with L, so a model that is read with another length keeps them.
+    and saved in the checkpoint with L, so a model that is read with another length keeps them. The
+    kind is saved as well, and a checkpoint of the other kind is refused; older ones lack it.
 
     Args:
         kind: "turn" or "clip". theta: the angles at the start, (E,) float64. length: L.
-    Raises: ChoiceError if L is not known.
+    Raises: ChoiceError if L is not known, and if a checkpoint has the other kind.
     """
 
     def __init__(self, kind: str, theta: Tensor, length: int) -> None:
@@ -83,6 +84,8 @@ class AngleFloor(nn.Module):
         turning = theta.abs() * length >= 2 * math.pi
         self.register_buffer("turning", turning | (theta == 0) if kind == "clip" else turning)
         self.register_buffer("length", torch.tensor(length, device="cpu"))
+        self.register_buffer("clips", torch.tensor(kind == "clip", device="cpu"))
+        self.register_load_state_dict_pre_hook(_check_kind)
 
     def forward(self, theta: Tensor) -> Tensor:
         """Return the angles (E,) after the floor, on the device of ``theta``."""
@@ -96,6 +99,17 @@ class AngleFloor(nn.Module):
         if self.kind == "clip":
             return theta
         return theta.masked_fill(~self.turning.to(theta.device), 0.0)
+
+
+def _check_kind(floor: AngleFloor, state: dict, prefix: str, *rest: object) -> None:
+    """Refuse the angles of a checkpoint with the other kind of floor; see :class:`AngleFloor`."""
+    clips = state.setdefault(f"{prefix}clips", torch.tensor(floor.kind == "clip"))
+    kind = "clip" if clips else "turn"
+    if kind != floor.kind:
+        raise ChoiceError(
+            f"the checkpoint was trained with --angle-floor {kind}, not {floor.kind}: read it with "
+            f"--angle-floor {kind}"
+        )
 
 
 def floor_of(spec: EncodingSpec, theta: Tensor) -> AngleFloor | None:
