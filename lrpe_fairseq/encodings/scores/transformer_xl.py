@@ -21,10 +21,10 @@ from lrpe_fairseq.encodings.scores.biases import pick
 class TransformerXL(ScoreEncoding):
     """score_st = q_s.k_t (a) + q_s.W R_(s-t) (b) + u.k_t (c) + v.W R_(s-t) (d), all over sqrt D.
 
-    W (H D x H D, the paper's W_kR) maps the sinusoid R, whose width is that of the model, to
-    position keys of every head. u and v (H, D) replace the query in the terms that must not depend
-    on its position. W is initialized like a key projection of fairseq (Xavier, gain 1/sqrt 2), and
-    u and v from N(0, 0.02^2).
+    W (H D x H D, the paper's W_kR) maps the sinusoid R of width H D to position keys of every head.
+    In the paper R is as wide as the model, which is H D wide unless ``head_dim`` is given. u and v
+    (H, D) replace the query in the terms that must not depend on its position. W is initialized
+    like a key projection of fairseq (Xavier, gain 1/sqrt 2), and u and v from N(0, 0.02^2).
 
     Terms (b) and (d) take one product with W R at every distance that occurs, as in Appendix B, and
     a gather. A causal model sets them to zero for keys after the query; the mask removes (a), (c).
