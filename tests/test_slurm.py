@@ -350,3 +350,5 @@ def test_fine_tuning_is_planned_with_the_whole_path_of_its_checkpoint(
     assert said.startswith("sbatch --array=0,1,2,3 ")
     assert f"finetune_glue {tmp_path / 'best.pt'} CoLA --seeds 1 --array-task" in said
     assert "4 of 4 runs; nothing was submitted" in said
+    assert finetune_glue.main(["best.pt", "CoLA", "--data", "own", *DRY]) == 0
+    assert f"CoLA --data {tmp_path / 'own'} --seeds 1 --array-task" in capsys.readouterr().out

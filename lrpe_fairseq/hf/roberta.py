@@ -53,16 +53,35 @@ SPECIALS = 4
 """Symbols that fairseq adds before those of a dictionary: <s>, <pad>, </s> and <unk>."""
 
 
+class Pieces(NamedTuple):
+    """A byte-level BPE in GPT-2's format.
+
+    symbols: of fairseq's dictionary, by index, without the four that fairseq adds and ``<mask>``.
+    numbers: piece -> its number in GPT-2's encoder. merges: pairs of pieces, in order.
+    """
+
+    symbols: list[str]
+    numbers: dict[str, int]
+    merges: list[tuple[str, str]]
+
+    def files(self) -> dict[str, str]:
+        """Return the texts of ``encoder.json`` and ``vocab.bpe``, which fairseq reads, by name."""
+        lines = ["#version: 0.2", *map(" ".join, self.merges)]
+        return {
+            "encoder.json": json.dumps(self.numbers),
+            "vocab.bpe": "".join(f"{line}\n" for line in lines),
+        }
+
+
 class Imported(NamedTuple):
     """A model. options: of ``lrpe_roberta``, by name. weights: by fairseq's names, float32.
 
-    symbols: of the dictionary, by index, without the four that fairseq adds and ``<mask>``; None if
-    the source has no tokenizer.
+    tokenizer: None if the source has none.
     """
 
     options: dict[str, Any]
     weights: dict[str, Tensor]
-    symbols: list[str] | None = None
+    tokenizer: Pieces | None = None
 
 
 def roberta(source: Path | str) -> Imported:
@@ -73,7 +92,7 @@ def roberta(source: Path | str) -> Imported:
     """
     path = Path(source)
     if path.is_dir():
-        return of_hugging_face(_loaded(path), symbols_of(path))
+        return of_hugging_face(_loaded(path), pieces_of(path))
     return of_fairseq(path)
 
 
@@ -95,7 +114,7 @@ def _loaded(folder: Path) -> RobertaForMaskedLM:
     return model
 
 
-def of_hugging_face(model: RobertaForMaskedLM, symbols: list[str] | None = None) -> Imported:
+def of_hugging_face(model: RobertaForMaskedLM, tokenizer: Pieces | None = None) -> Imported:
     """Return a ``RobertaForMaskedLM`` with fairseq's names.
 
     The one row of token types is added to the positions.
@@ -113,7 +132,7 @@ def of_hugging_face(model: RobertaForMaskedLM, symbols: list[str] | None = None)
         weights[f"{HEAD}weight"] = weights[f"{ENCODER}embed_tokens.weight"]
     else:
         options["untie_weights_roberta"] = True
-    return Imported(options, weights, symbols)
+    return Imported(options, weights, tokenizer)
 
 
 def _reasons(config: PretrainedConfig) -> list[str]:
@@ -214,11 +233,11 @@ def _options(weights: Mapping[str, Tensor], heads: int) -> dict[str, Any]:
     }
 
 
-# --- the dictionary ----------------------------------------------------------------------------
+# --- the tokenizer -----------------------------------------------------------------------------
 
 
-def symbols_of(folder: Path) -> list[str] | None:
-    """Return the symbols of fairseq's dictionary for a tokenizer of Hugging Face, or None.
+def pieces_of(folder: Path) -> Pieces | None:
+    """Return the pieces of a tokenizer of Hugging Face; None without a tokenizer.
 
     fairseq writes a piece as its number in GPT-2's encoder: 256 bytes, then the merges in order.
     """
@@ -226,14 +245,15 @@ def symbols_of(folder: Path) -> list[str] | None:
         return None
     tokenizer = RobertaTokenizerFast.from_pretrained(folder)
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    merges = [
-        "".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in model["merges"]
-    ]
-    numbers = {piece: str(i) for i, piece in enumerate([*_bytes(), *merges, "<|endoftext|>"])}
+    pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+    merges = [(left, right) for left, right in pairs]
+    names = [*_bytes(), *map("".join, merges), "<|endoftext|>"]
+    numbers = {piece: number for number, piece in enumerate(names)}
     by_index = {index: piece for piece, index in tokenizer.get_vocab().items()}
     last = max(by_index)
-    found = [numbers.get(by_index[i], by_index[i]) for i in range(SPECIALS, last + 1)]
-    return found[:-1] if found and found[-1] == "<mask>" else found
+    found = [str(numbers.get(by_index[i], by_index[i])) for i in range(SPECIALS, last + 1)]
+    symbols = found[:-1] if found and found[-1] == "<mask>" else found
+    return Pieces(symbols, numbers, merges)
 
 
 def _bytes() -> list[str]:

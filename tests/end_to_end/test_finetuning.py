@@ -276,6 +276,17 @@ def test_checkpoints_in_folders_of_one_name_are_fine_tuned_apart(tmp_path, monke
     assert first.isdisjoint(folders("a", "exp", "checkpoints", checkpoints.LAST))
 
 
+def test_data_of_another_tokenizer_are_named_and_prepared_with_its_pieces(tmp_path, monkeypatch):
+    known = {"attention_type": "linear", "position_encoding": "rope", "label": "rope"}
+    monkeypatch.setattr(finetune_glue, "source_of", lambda path: {"checkpoint": path, **known})
+    own = str(tmp_path / "glue-roberta-base")
+    options = finetune_glue._parse(["a.pt", "RTE", "--scale", "small", "--data", own, "--seeds=1"])
+    (run,) = finetune_glue._finetunings(options)
+    assert run.data == tmp_path / "glue-roberta-base" / "RTE"
+    command = run.preparation_of(run.data)
+    assert command[command.index("--tokens-of") + 1] == str(tmp_path / "roberta-base")
+
+
 @pytest.mark.parametrize("pretrained", ["softmax"], indirect=True)
 def test_the_command_begins_with_the_pretrained_weights_and_says_what_came_out(
     pretrained, tasks, tmp_path, monkeypatch, capsys

@@ -10,13 +10,17 @@ pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 import torch
 import transformers
 from fairseq import tasks
+from fairseq.data import Dictionary
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizerFast
 
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.commands import import_roberta
+from lrpe_fairseq.experiments.data.pieces import tokenizer_of
+from lrpe_fairseq.experiments.families import finetuning
 from lrpe_fairseq.hf import roberta
 from tests.end_to_end.commands import PLUGIN, TASK, configured, load, save, small_transformer
 from tests.hf.models import data, disturb, masked_model, random_words
+from tests.test_glue import prepare_glue, write_task
 
 SIZES = {
     "hidden_size": 32,
@@ -73,6 +77,24 @@ def test_the_dictionary_names_pieces_by_their_numbers_in_gpt2s_encoder(of_huggin
     assert symbols == ["256", "257", "258", *map(str, range(256))]  # the mask is the task's
     assert BYTES[:3] == ["!", '"', "#"]  # and a space is Ġ, number 220
     assert BYTES[220] == "Ġ"
+
+
+def test_an_imported_model_has_the_tokenizer_and_the_dictionary_that_its_glue_data_need(
+    of_hugging_face, tmp_path
+):
+    folder, _ = of_hugging_face
+    assert not import_roberta.main([str(folder), str(tmp_path / "new")])
+    write_task(tmp_path / "from", "RTE", {"train": 4, "valid": 3})
+    prepare_glue.prepare(
+        "RTE", tmp_path / "glue", prepare_glue.pieces_of(tmp_path / "new"), tmp_path / "from"
+    )
+    finetuning.require_match(tmp_path / "new" / "checkpoint.pt", tmp_path / "glue" / "RTE")
+    text = "abc ab — a\u2028b"
+    numbers = " ".join(tokenizer_of(tmp_path / "new").cut([text]))
+    dictionary = Dictionary.load(str(tmp_path / "glue" / "RTE" / "bin" / "input0" / "dict.txt"))
+    ours = dictionary.encode_line(numbers, append_eos=False, add_if_not_exist=False)
+    theirs = RobertaTokenizerFast.from_pretrained(folder)(text, add_special_tokens=False)
+    assert ours.tolist() == theirs.input_ids
 
 
 ROBERTA = (

@@ -73,7 +73,8 @@ def _submit(runs: Sequence[TrainingRun], options: argparse.Namespace, given: Seq
         return 0
     site = slurm.load_site(ROOT / "configs" / "slurm.yaml", {"nodes": 1})
     site = replace(site, gpus_per_node=min(1, site.gpus_per_node))  # for one task one is enough
-    chosen = {str(options.checkpoint): str(options.checkpoint.absolute())}
+    paths = [path for path in (options.checkpoint, options.data) if path]
+    chosen = {str(path): str(path.absolute()) for path in paths}
     own = [chosen.get(word, word) for word in given if word not in ("--slurm", "--dry-run")]
     plan = slurm.planned(ROOT, "table3", own, tasks, site, "finetune_glue")
     if options.dry_run:
@@ -96,10 +97,11 @@ def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     rates = options.lr or table.rates_at(options.scale, ())
     source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)
-    made = finetuning_runs(source, config, options.scale, tasks, rates, seeds)
-    # Only the checkpoints that the table names fill its cells.
+    home = options.data and options.data.absolute()
+    made = finetuning_runs(source, config, options.scale, tasks, rates, seeds, home=home)
+    # Only the checkpoints that the table names, on its data, fill its cells.
     first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"
-    if options.checkpoint.absolute().match(str(ROOT / first)):
+    if home is None and options.checkpoint.absolute().match(str(ROOT / first)):
         return made  # of the table; other checkpoints are fine-tuned by hand
     # Many checkpoints lie in folders of one name, or beside each other.
     which = digest_of_text(str(options.checkpoint.resolve()))
@@ -125,6 +127,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, default=SEEDS, metavar="N", help="seeds 1 to N")
     add("--scale", default="paper", help="paper (the default) or small")
     add("--jobs", type=int, default=1, metavar="J", help="concurrent runs")
+    add("--data", type=Path, metavar="DIR", help="with a folder per task; default: the scale's")
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--slurm", action="store_true", help="submit the runs as one job array; configs/slurm.yaml")
     add("--dry-run", action="store_true", help="with --slurm: print the jobs only")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lrpe_fairseq.encodings.core.options import flag_of
+from lrpe_fairseq.experiments.data.pieces import GPT2_FOLDER, SHA256
 from lrpe_fairseq.experiments.records.console import UserError, command
 
 CHECKPOINT, DICTIONARY = "checkpoint.pt", "bin/dict.txt"
@@ -16,7 +17,7 @@ CHECKPOINT, DICTIONARY = "checkpoint.pt", "bin/dict.txt"
 
 @command("import_roberta")
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write checkpoint and dictionary to a new folder, and print it."""
+    """Write checkpoint, dictionary and tokenizer to a new folder, and print it."""
     try:
         from lrpe_fairseq.hf import roberta
     except ModuleNotFoundError as error:
@@ -25,35 +26,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.folder.exists():
         raise UserError(f"{options.folder} exists: name a new folder")
     imported = roberta.roberta(options.source)
-    symbols = imported.symbols if options.dictionary is None else _read(options.dictionary)
-    if symbols is None:
-        raise UserError(
-            f"{options.source} has no tokenizer: pass --dictionary with the dict.txt of the model"
-        )
+    symbols = _symbols(options, imported)
     words = len(imported.weights[f"{roberta.ENCODER}embed_tokens.weight"])
     if words != (wanted := len(symbols) + roberta.SPECIALS + 1):
         raise UserError(
             f"the model has {words} symbols, and its dictionary with <mask> has {wanted}: pass "
             "--dictionary with the dict.txt of the model"
         )
+    state = _state(options.folder, imported)
     (options.folder / "bin").mkdir(parents=True)
     lines = "".join(f"{symbol} {len(symbols) - i}\n" for i, symbol in enumerate(symbols))
     (options.folder / DICTIONARY).write_text(lines, encoding="utf-8")
-    state = _state(options.folder, imported)
+    _write_tokenizer(options.folder / GPT2_FOLDER, imported)
     torch.save(state, options.folder / CHECKPOINT)
     print(f"written to {options.folder}")
+    if imported.tokenizer is None:
+        files = f"{options.folder / GPT2_FOLDER}/{{{','.join(SHA256)}}}"
+        print(f"without a tokenizer: copy GPT-2's files to {files} before you prepare data")
+
+
+def _write_tokenizer(folder: Path, imported: Any) -> None:
+    """Write the files of GPT-2's BPE, as a corpus has them that was prepared with --level gpt2."""
+    if imported.tokenizer is not None:
+        folder.mkdir()
+        for name, text in imported.tokenizer.files().items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m lrpe_fairseq.experiments import_roberta",
-        description="Write RoBERTa as a checkpoint of lrpe_roberta, and its dictionary.",
+        description="Write RoBERTa as a checkpoint of lrpe_roberta, its dictionary and its "
+        "tokenizer.",
     )
     add = parser.add_argument
     add("source", type=Path, help="folder of Hugging Face, or checkpoint of fairseq's roberta")
     add("folder", type=Path, help="a new folder")
     add("--dictionary", type=Path, help="dict.txt of fairseq (default: from the tokenizer)")
     return parser.parse_args(arguments)
+
+
+def _symbols(options: argparse.Namespace, imported: Any) -> list[str]:
+    """Return the symbols of the dictionary. Raises: UserError if nothing has them."""
+    if options.dictionary is not None:
+        return _read(options.dictionary)
+    if imported.tokenizer is None:
+        raise UserError(
+            f"{options.source} has no tokenizer: pass --dictionary with the dict.txt of the model"
+        )
+    return imported.tokenizer.symbols
 
 
 def _read(dictionary: Path) -> list[str]:

@@ -215,14 +215,16 @@ def finetuning_runs(
     rates: Sequence[float],
     seeds: Sequence[int],
     experiment: str = EXPERIMENT,
+    home: Path | None = None,
 ) -> list[TrainingRun]:
     """Return one run per task, learning rate (default: that of ``config``) and seed.
 
     source: fields of the run that describe the pre-trained model. experiment: the folder of the
-        runs under runs/ and results/runs/.
+        runs under runs/ and results/runs/. home: the folder with a data folder per task; None for
+        that of ``config``.
     """
     settings = load_config(config)
-    home = ROOT / Path(settings.task.data).parent.parent
+    home = home or ROOT / Path(settings.task.data).parent.parent
     # The configuration's list is per epoch in fairseq; it has one value.
     rates = rates or list(settings.optimization.lr)
     started = source["checkpoint"].absolute().parent.parent.name
