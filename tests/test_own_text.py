@@ -124,6 +124,22 @@ def test_bad_input_gets_one_sentence(content, files, vocabulary, sentence, tmp_p
     assert not (tmp_path / "data" / "bin").exists()
 
 
+def test_a_vocabulary_that_was_too_large_does_not_keep_the_folder(text, tmp_path, capsys):
+    data = tmp_path / "data"
+    assert prepare(text, "--dest", data, "--vocabulary", 9000) == 2
+    assert prepare(text, "--dest", data, "--vocabulary", VOCABULARY) == 0
+    assert json.loads((data / "manifest.json").read_text())["level"] == f"bpe{VOCABULARY}"
+    assert (data / "bin" / "train.bin").is_file()
+
+
+def test_a_tokenizer_of_another_level_does_not_stay_behind_a_failed_preparation(tmp_path):
+    model = tmp_path / "data" / "spm" / "spm.model"
+    steps = corpus.Steps(tmp_path / "data", "it", "bpe")
+    steps.run("train", {}, [model], lambda: corpus.write_lines(model, ["pieces"]))
+    corpus.Steps(tmp_path / "data", "it", "word")
+    assert not model.exists()
+
+
 def test_a_missing_file_is_named(tmp_path, capsys):
     assert prepare(tmp_path / "none.txt", "--dest", tmp_path / "data") == 2
     assert "none.txt is not a file" in capsys.readouterr().err

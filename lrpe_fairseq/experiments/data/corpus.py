@@ -428,7 +428,11 @@ class Steps:
     """
 
     def __init__(self, dest: Path, corpus: str, level: str) -> None:
-        """Read the manifest of ``dest``. Raises: UserError if it is of another corpus or level."""
+        """Read the manifest of ``dest``.
+
+        Raises: UserError if it has data of another corpus or level. What a failed preparation of
+            those left before its data is deleted instead.
+        """
         self.dest = dest
         self.path = dest / "manifest.json"
         require_writable(dest, "--dest")
@@ -439,11 +443,22 @@ class Steps:
             self.old = read_json(self.path)
         # Another corpus in the same folder would be trained on under the wrong name.
         there = {key: self.old.get(key, value) for key, value in self.head.items()}
-        if there != self.head:
+        if there == self.head:
+            return
+        failed = "steps" in self.old and "splits" not in self.old
+        if not failed or (dest / "bin").exists():
             raise UserError(
                 f"{dest} contains {there['corpus']} at {there['level']} level, not {corpus} at "
                 f"{level} level: choose another --dest, or delete it."
             )
+        self._delete_steps()
+
+    def _delete_steps(self) -> None:
+        """Delete the files of the recorded steps, such as a tokenizer of another level."""
+        for step in self.old.get("steps", {}).values():
+            for path in step["writes"]:
+                (self.dest / path).unlink(missing_ok=True)
+        self.old = {}
 
     def require_same(self, name: str, reads: Mapping[str, Any]) -> None:
         """Raise UserError if the destination is complete and a step read something else for it."""
