@@ -1,5 +1,7 @@
 """``experiments convert``: a model of transformers from the command line."""
 
+import contextlib
+
 import pytest
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
@@ -37,6 +39,32 @@ def test_a_folder_is_converted_to_the_same_encoding_or_to_another(folder, tmp_pa
     assert (own["position_encoding"], own["fox_bias"]) == ("gated:rope", 1.5)
     assert own["parts"] == "output-gate"
     assert AutoTokenizer.from_pretrained(tmp_path / "gates")("w5").input_ids == [5]
+
+
+def test_a_folder_without_a_tokenizer_is_converted_without_one(tmp_path, capsys):
+    build("llama").save_pretrained(tmp_path / "bare")
+    assert not convert.main([str(tmp_path / "bare"), str(tmp_path / "new"), "--layers", "0"])
+    said = capsys.readouterr().out
+    assert said == f"written to {tmp_path / 'new'}, without a tokenizer\n"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "new").config.lrpe.keys() == {"0"}
+
+
+def test_a_tokenizer_that_does_not_load_leaves_no_folder(tmp_path, capsys):
+    build("llama").save_pretrained(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    (tmp_path / "broken" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    with contextlib.suppress(Exception):  # the error is that of the library tokenizers
+        assert convert.main([str(tmp_path / "broken"), str(tmp_path / "new")]) == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_layers_that_are_no_numbers_are_refused_by_an_example(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        convert.main([str(folder), str(tmp_path / "new"), "--layers", "a"])
+    said = capsys.readouterr().err
+    assert "argument --layers: write numbers of layers, such as 0,2, not a\n" in said
 
 
 def test_bad_input_is_refused_in_one_line(folder, tmp_path, capsys):

@@ -11,7 +11,7 @@ from lrpe_fairseq.experiments.records.console import UserError, command
 
 @command("convert")
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert a model, write it with its tokenizer to a new folder, and print the folder."""
+    """Convert a model, write it with its tokenizer, if any, to a new folder; print the folder."""
     try:
         from lrpe_fairseq.hf import convert
     except ModuleNotFoundError as error:
@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.model.count("/") > 1 and not Path(options.model).exists():  # no name of the Hub
         raise UserError(f"{options.model} does not exist: name a folder of transformers")
     given = {"gguf_file": options.gguf} if options.gguf else {}
+    # Before the model is written: a tokenizer that does not load leaves no folder behind.
+    tokenizer = None
+    if options.gguf or _has_tokenizer(options.model):
+        tokenizer = AutoTokenizer.from_pretrained(options.model, **given)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype, **given)
     changes: dict[str, Any] = dict(options.option)
     for name in ("attention_type", "position_encoding"):
@@ -33,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             changes[name] = getattr(options, name)
     convert(model, layers=options.layers, **changes)
     model.save_pretrained(options.folder)
-    AutoTokenizer.from_pretrained(options.model, **given).save_pretrained(options.folder)
-    print(f"written to {options.folder}")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(options.folder)
+    print(f"written to {options.folder}{'' if tokenizer else ', without a tokenizer'}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,8 +67,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _has_tokenizer(model: str) -> bool:
+    """True for a name of the Hub, and for a folder with a file of a tokenizer."""
+    folder = Path(model)
+    names = ("tokenizer*", "vocab*", "*.model")
+    return not folder.is_dir() or any(any(folder.glob(name)) for name in names)
+
+
 def _layers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"write numbers of layers, such as 0,2, not {text}"
+        ) from None
 
 
 def _option(text: str) -> tuple[str, Any]:
