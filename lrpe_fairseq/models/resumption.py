@@ -52,8 +52,9 @@ def check_resumed(path: str, before: Any, now: Any) -> None:
     had, has = _differences(trained, wanted)
     if had:
         refuse(
-            f"{path} was trained with {had}; this training has {has}: choose another --save-dir, "
-            "or if the weights fit, start from them with --finetune-from-model"
+            f"{path} was trained with {had}; this training has {has}: choose another --save-dir "
+            "(checkpoint.save_dir), or if the weights fit, start from them with "
+            "--finetune-from-model (checkpoint.finetune_from_model)"
         )
 
 
@@ -79,7 +80,7 @@ def check_started(path: str, before: Any, now: Any) -> None:
         return
     refuse(
         f"{said}: train with the options of the checkpoint, or if the weights fit, start from them "
-        "with --finetune-from-model instead of --restore-file"
+        "with --finetune-from-model (checkpoint.finetune_from_model) instead of --restore-file"
     )
 
 
