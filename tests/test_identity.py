@@ -149,3 +149,16 @@ def test_a_clock_that_is_set_back_leaves_the_training_time_as_it_is(monkeypatch)
 def test_a_command_that_fails_or_dies_keeps_its_status(tmp_path, command, status):
     with pytest.raises(RunFailed, match=rf"\(exit status {status}, .*log\)"):
         Children().run(command, tmp_path / "log", environment={})
+
+
+@pytest.mark.parametrize("speaker", ["score_lm", "lrpe_fairseq"])
+def test_a_refusal_is_told_without_the_command_that_was_started(tmp_path, speaker):
+    command = ["sh", "-c", f"echo '{speaker}: choose 64: it is long'; exit 2"]
+    with pytest.raises(RunFailed, match=r"^choose 64: it is long$"):
+        Children().run(command, tmp_path / "log", environment={})
+
+
+def test_another_error_with_status_2_keeps_its_log(tmp_path):
+    command = ["sh", "-c", "echo 'fairseq-train: error: bad'; exit 2"]
+    with pytest.raises(RunFailed, match=r"^fairseq-train: error: bad \(exit status 2, .*log\)$"):
+        Children().run(command, tmp_path / "log", environment={})

@@ -18,12 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lrpe_fairseq.errors import BAD_INPUT
 from lrpe_fairseq.experiments.records import fairseq_log
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT, read_json, relative
 
 Shell = Callable[[list[str], Path], None]
 """Runs a command from the repository root with a new log. Raises: RunFailed, Stopped."""
+SPEAKERS = ("lrpe_fairseq", "score_lm", "eval_glue")
+"""What stands before the sentence of a refusal: the package in fairseq's commands, and the commands
+that the runner starts."""
 GRACE = "LRPE_FAIRSEQ_GRACE"
 """Environment variable: seconds that a training has to save after a signal."""
 GRACE_SECONDS = 25.0  # by default: a cluster sends SIGKILL after 30 s
@@ -143,8 +147,15 @@ def written_by(run: Shell, out: Path, *words: object) -> dict[str, Any]:
 
 
 def failure(log: Path, status: int) -> RunFailed:
-    """Return the error of a command with this log and nonzero exit status."""
-    return RunFailed(f"{fairseq_log.last_line(log)} (exit status {status}, {relative(log)})")
+    """Return the error of a command with this log and nonzero exit status.
+
+    A refusal says everything itself: the command that was started, and its log, are left out.
+    """
+    said = fairseq_log.last_line(log)
+    speaker, _, sentence = said.partition(": ")
+    if status == BAD_INPUT and speaker in SPEAKERS:
+        return RunFailed(sentence)
+    return RunFailed(f"{said} (exit status {status}, {relative(log)})")
 
 
 @contextlib.contextmanager
