@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from lrpe_fairseq.experiments.__main__ import COMMANDS
+from lrpe_fairseq.experiments.__main__ import COMMANDS, INTERNAL
 from lrpe_fairseq.experiments.__main__ import main as program
 from lrpe_fairseq.experiments.commands import train_row
 from lrpe_fairseq.experiments.records.console import UserError, command
@@ -71,8 +71,18 @@ def assert_refused(main, arguments, capsys):
 
 
 def test_no_command_is_forgotten_here():
-    assert set(COMMANDS) == BAD.keys() | NO_INPUT
+    assert {*COMMANDS, *INTERNAL} == BAD.keys() | NO_INPUT
     assert {path.parent.name for path in ROOT.glob("data-prep/*/prepare.py")} == BAD_DATA.keys()
+
+
+def test_help_says_in_a_line_what_each_command_of_a_user_does(capsys):
+    assert program(["--help"]) == 0
+    head, title, *lines = capsys.readouterr().out.splitlines()
+    assert (head, title) == ("python -m lrpe_fairseq.experiments COMMAND …", "commands:")
+    assert [line.split()[0] for line in lines] == [*COMMANDS]
+    assert "  eval_lm         Evaluate a language model by hand" in lines
+    assert all(len(line.split()) > 3 and len(line) <= 100 for line in lines)
+    assert program([]) == 2
 
 
 @pytest.mark.parametrize("name", BAD)
