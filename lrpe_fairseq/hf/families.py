@@ -3,6 +3,7 @@
 Axes: H heads of queries, K heads of keys and values, D head width, C width.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from lrpe_fairseq.encodings import has_rotations
+from lrpe_fairseq.attention.projected import ProjectedAttention
+from lrpe_fairseq.encodings import has_rotations, options_of_encodings
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions
-from lrpe_fairseq.errors import ChoiceError
+from lrpe_fairseq.errors import ChoiceError, did_you_mean
 
 Options = dict[str, Any]
 """Arguments of ``MultiheadAttention`` without its sizes, and those of :data:`OF_PRETRAINED`."""
@@ -210,7 +212,9 @@ def changed(pretrained: Options, options: Options) -> Options:
     Options of rotations do not apply to an encoding without any, angles of the pretrained model
     apply to rope only, also under gates and reflections, and its scale of scores is that of softmax
     attention.
+    Raises: ChoiceError for a name that is no option, if it is near that of one of attention.
     """
+    _check_names(options)
     found = {**pretrained, **options}
     name, own = str(found["position_encoding"]), set(options)
     dropped: set[str] = set()
@@ -221,6 +225,15 @@ def changed(pretrained: Options, options: Options) -> Options:
     if found["attention_type"] == "linear":
         dropped.add("score_scale")
     return {key: value for key, value in found.items() if key in own or key not in dropped}
+
+
+def _check_names(options: Options) -> None:
+    """Refuse a misspelled option of attention; encodings refuse the other unknown names."""
+    own = inspect.signature(ProjectedAttention).parameters
+    for name in options.keys() - own.keys() - options_of_encodings().keys():
+        near = did_you_mean(name, [*own, *options_of_encodings()])
+        if any(repr(known) in near for known in own):
+            raise ChoiceError(f"attention has no option {name!r}{near}")
 
 
 def turned_fraction(config: PretrainedConfig) -> float:

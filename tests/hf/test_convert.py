@@ -400,6 +400,7 @@ def unchanged_after(message, call, model):
 def test_a_refused_option_leaves_the_model_as_it_was():
     for message, options in {
         "no encoding has the option 'fox_bia'": {"position_encoding": "fox", "fox_bia": 3.0},
+        "did you mean 'position_encoding'": {"postion_encoding": "rope"},
         "unknown position encoding": {"position_encoding": "rop"},
         "choose another position encoding": {"position_encoding": "tape"},
         "the model has layers 0 to 2": {"layers": [3]},
