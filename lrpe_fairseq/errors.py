@@ -58,18 +58,30 @@ EXTRAS = {
     "vision": ("timm", "torchvision"),
 }
 """Extra of this package -> the modules that it installs."""
+OF_MAKE = ("fairseq", "experiments")
+"""The extras that ``make install`` installs."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:
     """Return the sentence that names the extra of a missing module; empty if it has none.
 
     >>> missing_extra(ModuleNotFoundError(name="yaml"))
-    "yaml is not installed: pip install 'lrpe-fairseq[fairseq]', or make install in a checkout"
+    "yaml is not installed: run make install in the checkout of lrpe_fairseq"
     """
     module = (error.name or "").partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules), "")
-    install = f"pip install 'lrpe-fairseq[{extra}]', or make install in a checkout"
-    return f"{module} is not installed: {install}" if extra else ""
+    return f"{module} is not installed: {install_command(extra)}" if extra else ""
+
+
+def install_command(extra: str) -> str:
+    """Return how to install an extra of this package, which no package index has.
+
+    >>> install_command("hf")
+    "run pip install -e '.[hf]' in the checkout of lrpe_fairseq"
+    """
+    # pip alone would build fairseq against a second torch
+    command = "make install" if extra in OF_MAKE else f"pip install -e '.[{extra}]'"
+    return f"run {command} in the checkout of lrpe_fairseq"
 
 
 def refuse(sentence: str) -> NoReturn:

@@ -18,7 +18,7 @@ usage() { sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 [[ $procs =~ ^[1-9][0-9]*$ ]] || { echo "train.sh: PROCS must be a positive integer, not '$procs'" >&2; exit 2; }
 command -v fairseq-train >/dev/null || {
-  echo "train.sh: fairseq is not installed: pip install 'lrpe-fairseq[fairseq]', or make install in a checkout" >&2
+  echo "train.sh: fairseq is not installed: run make install in $root" >&2
   exit 2
 }
 [ $# -gt 0 ] || { usage >&2; exit 2; }

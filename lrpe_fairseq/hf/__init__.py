@@ -4,11 +4,14 @@ After ``import lrpe_fairseq.hf``, ``AutoModelForCausalLM.from_pretrained(FOLDER)
 that :func:`export` wrote; docs/huggingface.md.
 """
 
+from lrpe_fairseq.errors import install_command
+
 try:
     import transformers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "lrpe_fairseq.hf needs transformers 5 or later: pip install 'lrpe-fairseq[hf]'",
+        "lrpe_fairseq.hf needs transformers 5 or later: pip install 'transformers>=5', or "
+        f"{install_command('hf')}",
         name=error.name,
     ) from None
 
