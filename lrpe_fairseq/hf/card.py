@@ -1,6 +1,8 @@
 """The model card of an exported model: README.md in its folder."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
 from itertools import groupby
 from typing import Any
 
@@ -36,9 +38,9 @@ model = AutoModelForMaskedLM.from_pretrained({name!r})
 text = tokenizer("The <mask> is", return_tensors="pt")
 print(tokenizer.decode(model(**text).logits[0].argmax(-1)))
 ```"""
-NEEDS = (
-    "It needs `lrpe_fairseq` with its extra `[hf]`, and no fairseq. Instead of the first import, "
-    "`trust_remote_code=True` may be passed to both `from_pretrained`."
+DISTRIBUTION = "lrpe-fairseq"
+IMPORT = (
+    "Instead of the first import, `trust_remote_code=True` may be passed to both `from_pretrained`."
 )
 
 
@@ -55,13 +57,34 @@ def card(
         _front_matter(config, license_name),
         f"# {name}",
         _summary(config, model),
-        f"## Use\n\n{usage}\n\n{NEEDS}",
+        f"## Use\n\n{_installation()}\n\n{usage}\n\n{IMPORT}",
         f"## Layers\n\n{_layers(config)}",
         f"## Training\n\n{_training(checkpoint)}",
         *([] if run is None else [f"## Results\n\n{_results(run)}"]),
         f"## License and citation\n\n{_citation(model, license_name)}",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _installation() -> str:
+    """Return how to install this package: from its repository, or from a wheel beside the model.
+
+    The address of the repository is that of the installed package; a build without
+    ``REPOSITORY_URL`` has none.
+    """
+    wheel, source = "lrpe_fairseq-VERSION-py3-none-any.whl", ""
+    with suppress(metadata.PackageNotFoundError):
+        known = metadata.metadata(DISTRIBUTION)
+        wheel = wheel.replace("VERSION", known["Version"])
+        addresses = [line.split(", ", 1) for line in known.get_all("Project-URL") or ()]
+        source = dict(addresses).get("Source", "")
+    said = "It needs `lrpe_fairseq` with its extra `[hf]`, and no fairseq."
+    if source:
+        return f'{said}\n\n```\npip install "{DISTRIBUTION}[hf] @ git+{source}"\n```'
+    return (
+        f"{said} Download its wheel, which stands beside the model or comes from its author:\n\n"
+        f'```\npip install "./{wheel}[hf]"\n```'
+    )
 
 
 def _front_matter(config: LRPEConfig, license_name: str) -> str:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from lrpe_fairseq import hf
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.experiments.__main__ import main
 from lrpe_fairseq.experiments.records import checkpoints
+from lrpe_fairseq.hf import card
 from lrpe_fairseq.hf.config import LRPEConfig
 from tests.hf.models import data, exported, language_model, masked_model, random_words
 
@@ -68,10 +70,27 @@ def test_the_model_card_says_layers_license_use_and_citation(folder):
     assert known["pipeline_tag"] == "text-generation"
     assert {"linear-attention", "softmax-attention"} <= set(known["tags"])
     assert "# my-model" in text
+    assert "It needs `lrpe_fairseq` with its extra `[hf]`, and no fairseq." in text
     assert "| 0 | linear | `fox` | `fox_bias=3.0` |" in text
     assert "arxiv.org/abs/2104.09864" in text  # RoPE's paper
     assert "qin2023linearized" in text
     assert "Results" not in text
+
+
+def test_the_model_card_has_the_command_that_installs_the_package(monkeypatch):
+    known = Message()
+    known["Version"] = "0.1.0"
+    monkeypatch.setattr(card.metadata, "metadata", lambda name: known)
+    assert 'pip install "./lrpe_fairseq-0.1.0-py3-none-any.whl[hf]"' in card._installation()
+    known["Project-URL"] = "Source, https://example.org/lrpe"
+    said = card._installation()
+    assert 'pip install "lrpe-fairseq[hf] @ git+https://example.org/lrpe"' in said
+
+    def absent(name):
+        raise card.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(card.metadata, "metadata", absent)
+    assert 'pip install "./lrpe_fairseq-VERSION-py3-none-any.whl[hf]"' in card._installation()
 
 
 def test_the_model_card_shows_the_results_of_a_run_file(folder, tmp_path):
