@@ -390,8 +390,15 @@ def _library(source: Path) -> Path:
     return target
 
 
+@lru_cache(maxsize=1)
+def _log_compiling() -> None:
+    """Say once in a process why its first update, or call, takes up to minutes."""
+    logger.info("compiling the CPU kernels, once for this machine")
+
+
 def _compile(command: list[str], target: Path) -> None:
     """Compile to ``target`` atomically, with a checksum appended, accessible to this user only."""
+    _log_compiling()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         # other processes may compile the same file now: each writes its own, and the last replaces
         built = Path(folder, target.name)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,23 @@ def test_it_is_compiled_once_for_the_user_alone(fresh, quick, monkeypatch):
     assert {path.stat().st_mode & 0o777 for path in (fresh, library)} == {0o700}
     monkeypatch.setattr(subprocess, "run", None)
     assert isinstance(causal_cpu.library(), ctypes.CDLL)
+
+
+def test_compiling_is_logged_once_in_a_process(fresh, caplog, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda done, **_: Path(done[-1]).touch())
+    loader._log_compiling.cache_clear()
+    fresh.mkdir()
+    with caplog.at_level("INFO", logger=loader.__name__):
+        for name in ("first.so", "second.so"):
+            loader._compile(["c++"], fresh / name)
+    assert caplog.messages == ["compiling the CPU kernels, once for this machine"]
+
+
+def test_a_compiled_library_is_loaded_without_that_line(library, caplog):
+    loader._log_compiling.cache_clear()
+    with caplog.at_level("INFO", logger=loader.__name__):
+        assert loader._library(SOURCE) == library
+    assert not caplog.messages
 
 
 def sums_are_finite(_):
