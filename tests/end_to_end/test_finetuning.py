@@ -285,6 +285,7 @@ def test_data_of_another_tokenizer_are_named_and_prepared_with_its_pieces(tmp_pa
     assert run.data == tmp_path / "glue-roberta-base" / "RTE"
     command = run.preparation_of(run.data)
     assert command[command.index("--tokens-of") + 1] == str(tmp_path / "roberta-base")
+    assert run.progress() == (0, 0)  # before the data are prepared; a line of progress adds them
 
 
 @pytest.mark.parametrize("pretrained", ["softmax"], indirect=True)
