@@ -26,7 +26,9 @@ from lrpe_fairseq.encodings import (
     canonical_name,
     options_of_encodings,
 )
+from lrpe_fairseq.encodings.core.protocols import ScoreEncoding
 from lrpe_fairseq.encodings.fidelity import DEPARTURES
+from lrpe_fairseq.encodings.none import Unchanged
 from lrpe_fairseq.experiments.records import methods
 from lrpe_fairseq.experiments.report import choosing, markdown, plots, pretrained, scale
 from lrpe_fairseq.experiments.report.pages import verdict
@@ -113,14 +115,30 @@ def encodings_table() -> str:
         learned = sum(p.numel() for p in encoding.parameters() if p.requires_grad)
         # All types of LRPE have one entry.
         link = f"[`{name}`](#{FAMILY if _is_lrpe(name) else name})"
-        row = [link, encoding.summary(), YES[linear], YES[both], f"{learned:,}"]
-        rows.append([*row, encoding.scales or "–"])
-    for family in FAMILIES.values():
+        row = [link, encoding.summary(), acts_on(encoding), YES[linear], YES[both]]
+        rows.append([*row, f"{learned:,}", encoding.scales or "–"])
+    for prefix, family in FAMILIES.items():
         text = f"the free form {family.rest}"
-        rows.append([f"`{family.pattern}`", text, YES[True], YES[not family.causal_only], "", ""])
-    head = ["name", "description", "linear", "bidirectional", "learned parameters"]
+        example = f"{prefix}:rope" if f"{prefix}:rope" in family.names else family.names[0]
+        row = [f"`{family.pattern}`", text, acts_on(built(example)), YES[True]]
+        rows.append([*row, YES[not family.causal_only], "", ""])
+    head = ["name", "description", "acts on", "linear", "bidirectional", "learned parameters"]
     head += ["`--context-scaling` scales"]
     return markdown.table(head, rows)
+
+
+def acts_on(encoding: Encoding) -> str:
+    """Return what an encoding changes: q and k, the scores, or both.
+
+    Called with q and k, the first ones do all of their work.
+    """
+    if isinstance(encoding, ScoreEncoding):
+        return "scores"
+    only = encoding.form(None, torch.zeros(1, dtype=torch.int64)).has_only()
+    beside = not only or encoding.forget_gate is not None or encoding.reflections is not None
+    if isinstance(encoding, Unchanged):
+        return "scores" if beside else "–"
+    return "q, k and scores" if beside else "q and k"
 
 
 def options_table() -> str:
