@@ -52,9 +52,12 @@ def test_a_part_without_a_file_refers_to_one_list_with_its_command(tmp_path):
     found = pretrained.parts(tmp_path)
     listed = found.pop("missing")
     assert set(found.values()) == {pretrained.MISSING}
-    assert [line.split(":")[0] for line in listed.splitlines()] == [f"- {name}" for name in found]
+    heading, empty, *lines = listed.splitlines()
+    assert (heading, empty) == ("## Not measured yet", "")
+    assert [line.split(":")[0] for line in lines] == [f"- {name}" for name in found]
     part(tmp_path, "own", OWN)
     assert "benchmarks.hf.own" not in pretrained.parts(tmp_path)["missing"]
+    assert pretrained._missing([]) == ""
 
 
 def test_every_part_ends_with_versions_hardware_and_commit(tmp_path):

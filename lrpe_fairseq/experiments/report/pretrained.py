@@ -11,6 +11,7 @@ from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.report import markdown
 
 FOLDER = Path("results", "bench")
+HEADING = "## Not measured yet"
 MISSING = "See [Not measured yet](#not-measured-yet)."
 """What stands in place of a part without a file."""
 COMMANDS = {
@@ -35,9 +36,9 @@ def parts(root: Path) -> dict[str, str]:
 
 
 def _missing(names: list[str]) -> str:
-    """Return the list of the parts that were not measured, with their commands."""
+    """Return the section of the parts that were not measured; empty if there are none."""
     lines = [f"- {name}: `python -m benchmarks.hf.{COMMANDS[name]}`" for name in names]
-    return "\n".join(lines) or "Every part of this page is measured."
+    return "\n".join([HEADING, "", *lines]) if lines else ""
 
 
 def _part(root: Path, name: str, render: Callable[[Measured], str]) -> str:
