@@ -82,7 +82,7 @@ def parse_only(main, words):
 
 
 STARTS = ("make ", "scripts/", "data-prep/", "python ", "fairseq-", ".venv/bin/", "PROCS=")
-SHELL_ONLY = {"echo", "lm_eval", "pip", "source", "srun", "tensorboard"}
+SHELL_ONLY = {"echo", "hf", "lm_eval", "pip", "source", "srun", "tensorboard"}
 PARSERS = {
     "scripts/run_table.sh": run_table._parse,
     "scripts/train_lm.sh": lambda words: train_row._parse(["table2", *words]),
