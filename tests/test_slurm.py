@@ -352,3 +352,39 @@ def test_fine_tuning_is_planned_with_the_whole_path_of_its_checkpoint(
     assert "4 of 4 runs; nothing was submitted" in said
     assert finetune_glue.main(["best.pt", "CoLA", "--data", "own", *DRY]) == 0
     assert f"CoLA --data {tmp_path / 'own'} --seeds 1 --array-task" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("told", "leaves", "status", "requeued"),
+    [
+        (signal.SIGUSR1, 75, 75, True),
+        (signal.SIGTERM, 75, 75, False),  # Slurm itself requeues a preempted job
+        (signal.SIGUSR1, 0, 0, False),  # it ended just before
+        (None, 1, 1, False),
+    ],
+)
+def test_the_example_of_a_job_requeues_a_training_that_its_time_limit_stopped(
+    tmp_path, told, leaves, status, requeued
+):
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    ends = f"sleep 0.2; exit {leaves}"
+    training = f"trap '{ends}' USR1 TERM; touch started; " + (
+        "for i in $(seq 300); do sleep 0.1; done" if told else ends
+    )
+    for name, text in {"fairseq-hydra-train": training, "scontrol": 'echo "$@" > called'}.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    job = subprocess.Popen(
+        ["bash", ROOT / "examples" / "train.sbatch"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "SLURM_JOB_ID": "7"},
+    )
+    if told:
+        wait_until((tmp_path / "started").exists, 20)
+        job.send_signal(told)
+    assert job.wait(20) == status
+    assert (tmp_path / "called").exists() == requeued
