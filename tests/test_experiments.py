@@ -105,7 +105,8 @@ def test_a_planned_run_sets_known_keys_for_prepared_splits_and_has_the_key_of_it
         assert found == cell.key, run.name
         if cell.encoding == "none":  # the name on pages says whether there are positions
             bare = run.settings().model.get("no_token_positional_embeddings", False)
-            said = "none, no positions" if bare else "none, sinusoidal"
+            kept = "none, sinusoidal", "none, learned positions"
+            said = "none, no positions" if bare else kept
             assert methods.names(table)[cell.label].startswith(said)
 
 

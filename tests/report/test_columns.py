@@ -82,6 +82,9 @@ def test_a_method_has_the_name_of_the_command_line_and_the_options_of_its_row():
     assert public_name("gated:selective:lrpe:identity:rotation") == "gated:selective:rope"
     assert public_name("lrpe-tmlr-type3") == "lrpe-type4"
     assert method("none", {}, {}) == "none, sinusoidal"
+    learned = {"model.*.learned_pos": True}
+    assert method("none", learned, {}) == "none, learned positions"
+    assert method("rope", learned, {}) == "rope, learned-pos"
     usual = {"model.attention_normalizer": "rotated", "model.fox_bias": 0.0}
     options = {"model.attention_normalizer": "content", "model.fox_bias": 3.0}
     assert method("fox", options, usual) == "fox, content, fox-bias 3.0"
