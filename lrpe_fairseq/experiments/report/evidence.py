@@ -208,13 +208,13 @@ and column, with ``{attention}`` where the table has it for both. Places with on
 a column."""
 RECOMMENDED = (
     ("linear", "fox, fox-bias 3.0", "rope"),
-    ("linear", "fox, layernorm", "rope, layernorm"),
+    ("linear", "fox, layernorm, fox-bias 3.0", "rope, layernorm"),
     ("linear", "gated:lrpe-type2, layernorm", "fox, layernorm"),
     ("linear", "permuteformer", "rope"),
     ("linear", "lrpe-type2", "rope"),
     ("linear", "lrpe-type2, bounded", "rope, bounded"),
     ("linear", "lrpe-type2, layernorm", "rope, layernorm"),
-    ("linear", "lrpe-type2, layernorm", "fox, layernorm"),
+    ("linear", "lrpe-type2, layernorm", "fox, layernorm, fox-bias 3.0"),
     ("linear", "lrpe-type2, bounded", "lrpe-type2, layernorm"),
     ("softmax", "stick-breaking", "rope"),
     ("softmax", "fox, fox-bias 3.0", "rope"),
