@@ -261,8 +261,8 @@ def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_pa
 
 TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 FAILING = "exit 1"
-OUT_OF_TIME = "sleep 0.3; kill -USR1 $PPID; sleep 5; exit 1"  # as Slurm tells the script
-CANCELED = "sleep 0.3; kill -TERM $PPID; sleep 5; exit 1"
+OUT_OF_TIME = "kill -USR1 $PPID; sleep 5; exit 1"  # as Slurm tells the script
+CANCELED = "kill -TERM $PPID; sleep 5; exit 1"
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,12 @@ cd {root}
 {setup}
 export {variable}={grace}
 failures={folder}/"$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID".failures
-{command} --array-task "$SLURM_ARRAY_TASK_ID" &
-runner=$!
 told=
-trap 'told=USR1; kill -TERM $runner' USR1  # before the time is up
-trap 'told=TERM; kill -TERM $runner' TERM  # preempted: Slurm requeues; canceled: nobody does
-while kill -0 $runner 2>/dev/null; do wait $runner; done
-wait $runner
+trap 'told=USR1; kill -TERM $!' USR1  # before the time is up
+trap 'told=TERM; kill -TERM $!' TERM  # preempted: Slurm requeues; canceled: nobody does
+{command} --array-task "$SLURM_ARRAY_TASK_ID" &
+while kill -0 $! 2>/dev/null; do wait $!; done
+wait $!
 status=$?
 [ $status -eq 0 ] || [ "$told" = TERM ] && exit $status
 [ "$told" = USR1 ] || echo $status >> "$failures" || exit $status  # a full disk
