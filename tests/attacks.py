@@ -280,7 +280,7 @@ def sbatch(lab: Lab, script: str) -> int:
     write = mock.patch.object(slurm, "job_script", return_value="")
     with mock.patch.dict(os.environ, PATH=str(bin_dir)), write:
         return guarded(
-            lambda: slurm.submit(slurm.planned(lab.folder, "table2", [], [0], slurm.Site()))
+            lambda: slurm.submit(slurm.planned(lab.folder, "table2", [], {0: "a"}, slurm.Site()))
         )
 
 

@@ -109,7 +109,7 @@ def test_shell_text_in_paths_and_labels_is_no_program(tmp_path):
     root = tmp_path / f"$(touch {mark.name})"
     root.mkdir()
     words = ["true", f"; touch {mark}", f"`touch {mark}`"]
-    script = slurm.job_script(root, root, words, slurm.Site())
+    script = slurm.job_script(root, root, words, {0: words[1]}, slurm.Site())
     given = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
     subprocess.run(["bash", "-c", script], cwd=tmp_path, env=given, check=True)
     assert not mark.exists()

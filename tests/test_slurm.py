@@ -17,6 +17,8 @@ import yaml
 
 from lrpe_fairseq.experiments.commands import finetune_glue
 from lrpe_fairseq.experiments.commands import run_table as run_table_command
+from lrpe_fairseq.experiments.families import load_named
+from lrpe_fairseq.experiments.families import runs as all_runs
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.runs import read_runs
 from lrpe_fairseq.experiments.runner import slurm
@@ -153,7 +155,7 @@ def test_a_disturbed_array_ends_in_the_table_of_an_undisturbed_run(
     wait_until(lambda: reached(disturbed, first, BEYOND), 120)
     cluster.ask("scontrol", "requeue", f"{job}_0")
     wait_until(lambda: reached(disturbed, second, BEYOND) or finished(disturbed, second), 120)
-    for pid in processes("--array-task\0001") + processes(f"runs/tiny/{second}"):
+    for pid in processes(f"--array-task\0tiny/{second}") + processes(f"runs/tiny/{second}"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: cluster.is_done(job), PATIENCE)
@@ -253,12 +255,13 @@ def test_the_settings_of_a_cluster_reach_sbatch_and_the_command_line_wins(tmp_pa
     assert "--cpus-per-task=1" in site.options()
     of_eight = slurm.load_site(ROOT / "configs" / "slurm.yaml", {"gpus_per_node": 8})
     assert "--cpus-per-task=32" in of_eight.options()  # each process has loaders
-    script = slurm.job_script(tmp_path, tmp_path, ["python", "-m", "x"], site)
+    script = slurm.job_script(tmp_path, tmp_path, ["python", "-m", "x"], {0: "a/b"}, site)
     assert "export LRPE_FAIRSEQ_GRACE=110" in script
     assert script.index("module load x") < script.index("python -m x --array-task")
     subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
+ONE = {2: "table/run"}
 TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 FAILING = "exit 1"
 OUT_OF_TIME = "kill -USR1 $PPID; sleep 5; exit 1"  # as Slurm tells the script
@@ -279,7 +282,7 @@ def test_only_failures_count_against_the_restarts(tmp_path, lives, requeued):
     (tmp_path / "scontrol").chmod(0o755)
     environment = {**os.environ, **TASK, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for life in lives:
-        script = slurm.job_script(tmp_path, tmp_path, ["bash", "-c", life], slurm.Site())
+        script = slurm.job_script(tmp_path, tmp_path, ["bash", "-c", life], ONE, slurm.Site())
         before = calls(tmp_path)
         subprocess.run(["bash", "-c", script], env=environment, timeout=30)
         if calls(tmp_path) == before:
@@ -293,9 +296,22 @@ def calls(folder):
     return log.read_text().splitlines() if log.exists() else []
 
 
+def test_an_element_runs_the_run_that_was_submitted(tmp_path, capsys):
+    runs = {0: "table/first", 2: "table/it's the second"}
+    script = slurm.job_script(tmp_path, tmp_path, ["echo"], runs, slurm.Site())
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **TASK}, capture_output=True, text=True
+    )
+    assert done.stdout == "--array-task table/it's the second\n"
+    of_table = all_runs(load_named("table2"), "small", [1])
+    assert slurm.element(of_table, of_table[3].name) is of_table[3]
+    assert run_table_command.main(["table2", "--array-task", "table2/gone"]) == 2
+    assert "there is no run table2/gone any more" in capsys.readouterr().err
+
+
 def test_a_run_that_cannot_count_its_failure_is_not_requeued(tmp_path):
     absent = tmp_path / "absent"
-    script = slurm.job_script(tmp_path, absent, ["false"], slurm.Site())
+    script = slurm.job_script(tmp_path, absent, ["false"], ONE, slurm.Site())
     done = subprocess.run(["bash", "-c", script], env={**os.environ, **TASK}, timeout=30)
     assert done.returncode == 1
 
@@ -305,7 +321,7 @@ def test_the_job_that_renders_the_tables_has_the_account_too(monkeypatch, tmp_pa
     monkeypatch.setattr(slurm, "require_sbatch", lambda: None)
     monkeypatch.setattr(slurm, "_sbatch", lambda options: submitted.append(list(options)) or "7")
     site = slurm.Site(partition="gpu", account="nlp", qos="long", gpus_per_node=4)
-    plan = slurm.planned(tmp_path, "table2", ["table2"], [0, 2], site)
+    plan = slurm.planned(tmp_path, "table2", ["table2"], {0: "a", 2: "c"}, site)
     assert slurm.submit(plan) == "7"
     for options in submitted:
         assert {"--partition=gpu", "--account=nlp", "--qos=long"} <= set(options)

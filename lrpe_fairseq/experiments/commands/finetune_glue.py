@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.slurm:
         return _submit(runs, options, sys.argv[1:] if arguments is None else arguments)
     if options.array_task is not None:
-        runs = [runs[options.array_task]]
+        runs = [slurm.element(runs, options.array_task)]
     # Runs of a task share its data.
     for run in {run.data: run for run in runs}.values():
         run.prepare_data(options.source)
@@ -67,8 +67,8 @@ def _run_element(run: TrainingRun, events: schedule.Events) -> int:
 
 def _submit(runs: Sequence[TrainingRun], options: argparse.Namespace, given: Sequence[str]) -> int:
     """Submit the unfinished runs as one array, or print what would be submitted."""
-    tasks = [index for index, run in enumerate(runs) if not run.finished()]
-    if not tasks:
+    left = slurm.unfinished(runs)
+    if not left:
         print("all runs are already finished")
         return 0
     site = slurm.load_site(ROOT / "configs" / "slurm.yaml", {"nodes": 1})
@@ -76,16 +76,16 @@ def _submit(runs: Sequence[TrainingRun], options: argparse.Namespace, given: Seq
     paths = [path for path in (options.checkpoint, options.data) if path]
     chosen = {str(path): str(path.absolute()) for path in paths}
     own = [chosen.get(word, word) for word in given if word not in ("--slurm", "--dry-run")]
-    plan = slurm.planned(ROOT, "table3", own, tasks, site, "finetune_glue")
+    plan = slurm.planned(ROOT, "table3", own, left, site, "finetune_glue")
     if options.dry_run:
         print(plan)
-        print(*(f"{index}  {runs[index].name}" for index in tasks), sep="\n")
-        print(f"{len(tasks)} of {len(runs)} runs; nothing was submitted")
+        print(*(f"{index}  {name}" for index, name in left.items()), sep="\n")
+        print(f"{len(left)} of {len(runs)} runs; nothing was submitted")
         return 0
     slurm.require_sbatch()
     for run in {run.data: run for run in runs}.values():
         run.prepare_data(options.source)
-    print(f"job array {slurm.submit(plan)}: {len(tasks)} of {len(runs)} runs")
+    print(f"job array {slurm.submit(plan)}: {len(left)} of {len(runs)} runs")
     return 0
 
 
@@ -131,7 +131,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--from", dest="source", type=Path, metavar="DIR", help="folder with the source data")
     add("--slurm", action="store_true", help="submit the runs as one job array; configs/slurm.yaml")
     add("--dry-run", action="store_true", help="with --slurm: print the jobs only")
-    add("--array-task", type=int, help=argparse.SUPPRESS)
+    add("--array-task", metavar="RUN", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.dry_run and not options.slurm:
         raise ValueError("--dry-run needs --slurm")

@@ -13,7 +13,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -133,7 +133,7 @@ def _pack(target: Path, results: Sequence[Path], logs: Sequence[Path] = ()) -> N
 
 def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int:
     """Run one element of a Slurm array with all its resources; a later job renders."""
-    run = chosen[options.array_task]
+    run = slurm.element(chosen, options.array_task)
     run.prepare_data()
     events = schedule.Events(run.folder / "events.log")
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # some clusters do not set the affinity
@@ -144,12 +144,12 @@ def _run_task(chosen: Sequence[TrainingRun], options: argparse.Namespace) -> int
 def _submit(chosen: Sequence[TrainingRun], options: argparse.Namespace, words: list[str]) -> int:
     """Submit the unfinished runs; the array counts all of ``chosen``."""
     # Numbers count all of the selection, so that a later call with more finished runs agrees.
-    tasks = [index for index, run in enumerate(chosen) if not run.finished()]
-    if not tasks:
+    left = slurm.unfinished(chosen)
+    if not left:
         print("all runs are already finished")
         return report.render(options.table)
-    job = slurm.submit(_planned(tasks, _site(options), options.table, words))
-    print(f"job array {job}: {len(tasks)} of {len(chosen)} runs; see their progress with --status")
+    job = slurm.submit(_planned(left, _site(options), options.table, words))
+    print(f"job array {job}: {len(left)} of {len(chosen)} runs; see their progress with --status")
     return 0
 
 
@@ -160,28 +160,28 @@ def _site(options: argparse.Namespace) -> slurm.Site:
 
 
 def _planned(
-    tasks: Sequence[int], site: slurm.Site, table: str, given: Sequence[str]
+    runs: Mapping[int, str], site: slurm.Site, table: str, given: Sequence[str]
 ) -> slurm.Plan:
-    """Return the jobs of the elements ``tasks``; given: the words of the command line."""
+    """Return the jobs of the elements ``runs``; given: the words of the command line."""
     own = [word for word in given if word not in ("--slurm", "--dry-run")]
-    return slurm.planned(ROOT, table, [*own, "--nodes", str(site.nodes)], tasks, site)
+    return slurm.planned(ROOT, table, [*own, "--nodes", str(site.nodes)], runs, site)
 
 
 def _show_jobs(
     chosen: Sequence[TrainingRun], options: argparse.Namespace, given: Sequence[str]
 ) -> int:
     """Print the jobs that ``--slurm`` would submit, and how each run divides an update."""
-    tasks = [index for index, run in enumerate(chosen) if not run.finished()]
-    if not tasks:
+    left = slurm.unfinished(chosen)
+    if not left:
         print("all runs are already finished")
         return 0
     site = _site(options)
     processes = max(1, site.gpus_per_node) * site.nodes
-    print(_planned(tasks, site, options.table, given))
+    print(_planned(left, site, options.table, given))
     print(f"element  run  processes (--nodes {site.nodes} x {max(1, site.gpus_per_node)})  update")
-    for index in tasks:
-        print(f"{index}  {chosen[index].name}  {chosen[index].divided(processes)}")
-    print(f"{len(tasks)} of {len(chosen)} runs; nothing was submitted")
+    for index, name in left.items():
+        print(f"{index}  {name}  {chosen[index].divided(processes)}")
+    print(f"{len(left)} of {len(chosen)} runs; nothing was submitted")
     return 0
 
 
@@ -225,7 +225,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     cluster.add_argument("--slurm", action="store_true", help="submit the runs as one job array")
     for name, kind in SITE_OPTIONS.items():
         cluster.add_argument(f"--{name.replace('_', '-')}", type=kind)
-    cluster.add_argument("--array-task", type=int, help=argparse.SUPPRESS)
+    cluster.add_argument("--array-task", metavar="RUN", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lrpe_fairseq.experiments.runner.processes import GRACE
+from lrpe_fairseq.experiments.runner.training import TrainingRun
 
 RESTARTS = 3
 """How often a failed run is requeued. Preemptions and time limits do not count."""
@@ -40,7 +41,9 @@ failures={folder}/"$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID".failures
 told=
 trap 'told=USR1; kill -TERM $!' USR1  # before the time is up
 trap 'told=TERM; kill -TERM $!' TERM  # preempted: Slurm requeues; canceled: nobody does
-{command} --array-task "$SLURM_ARRAY_TASK_ID" &
+# By name: the table may change while the job waits.
+runs=({runs})
+{command} --array-task "${{runs[$SLURM_ARRAY_TASK_ID]}}" &
 while kill -0 $! 2>/dev/null; do wait $!; done
 wait $!
 status=$?
@@ -146,20 +149,21 @@ def planned(
     root: Path,
     table: str,
     arguments: Sequence[str],
-    tasks: Sequence[int],
+    runs: Mapping[int, str],
     site: Site,
     command: str = "run_table",
 ) -> Plan:
-    """Return an array with the elements ``tasks``, and the job that renders the tables after it.
+    """Return an array of the elements ``runs``, and the job that renders the tables after it.
 
-    arguments: those of ``command``, without the ones for Slurm. Nothing is written.
+    arguments: those of ``command``, without the ones for Slurm. runs: names by number of the
+    element. Nothing is written.
     """
     folder = root / "runs" / table / "slurm"
     # The same Python: a job has no activated environment.
     runner = [sys.executable, "-m", "lrpe_fairseq.experiments", command, *arguments]
     at_most = f"%{site.running}" if site.running else ""
     array = [
-        f"--array={','.join(map(str, tasks))}{at_most}",
+        f"--array={','.join(map(str, runs))}{at_most}",
         # A requeued element continues its log.
         *("--requeue", "--open-mode=append", f"--signal=B:USR1@{site.warning}"),
         *(f"--job-name=lrpe-{table}", f"--output={folder}/%a.log"),
@@ -168,8 +172,24 @@ def planned(
     render = shlex.join([sys.executable, "-c", RENDER.format(table)])
     where = [f"--chdir={root}", f"--output={folder}/tables.log"]
     after = [f"--job-name=lrpe-{table}-tables", *where, *site.named(*ACCOUNTING)]
-    text = job_script(root, folder, runner, site)
+    text = job_script(root, folder, runner, runs, site)
     return Plan(folder / "job.sh", text, array, [*after, f"--wrap={render}"])
+
+
+def unfinished(runs: Sequence[TrainingRun]) -> dict[int, str]:
+    """Return the names of the runs to submit, by their number among all ``runs``."""
+    return {number: run.name for number, run in enumerate(runs) if not run.finished()}
+
+
+def element(runs: Sequence[TrainingRun], name: str) -> TrainingRun:
+    """Return the run of an element. Raises: ValueError if no run has this name."""
+    for run in runs:
+        if run.name == name:
+            return run
+    raise ValueError(
+        f"there is no run {name} any more: the table has changed since the job was submitted; "
+        "submit it again"
+    )
 
 
 def submit(plan: Plan) -> str:
@@ -191,9 +211,12 @@ def submit(plan: Plan) -> str:
     return job
 
 
-def job_script(root: Path, folder: Path, command: Sequence[str], site: Site) -> str:
-    """Return the batch script of one element, which counts its failures in ``folder``."""
+def job_script(
+    root: Path, folder: Path, command: Sequence[str], runs: Mapping[int, str], site: Site
+) -> str:
+    """Return the batch script of the elements ``runs``, which counts failures in ``folder``."""
     return JOB.format(
+        runs=" ".join(f"[{number}]={shlex.quote(name)}" for number, name in runs.items()),
         root=shlex.quote(str(root)),
         folder=shlex.quote(str(folder)),
         setup="\n".join(site.setup),
