@@ -1,11 +1,17 @@
 """``prepare``: a user's own text becomes pieces without unknown tokens."""
 
 import json
+import shutil
 
 import pytest
 
 from lrpe_fairseq.experiments.__main__ import main
+from lrpe_fairseq.experiments.commands import eval_mt
 from lrpe_fairseq.experiments.data import corpus, own_text
+from lrpe_fairseq.experiments.records.files import ROOT
+from lrpe_fairseq.experiments.records.runs import read_run
+from tests.end_to_end.commands import run
+from tests.end_to_end.forked import ForkedChildren
 
 WORDS = [
     "the",
@@ -63,6 +69,88 @@ def test_characters_that_training_never_saw_are_bytes_and_not_unknown(text, tmp_
     assert "<0xE7> <0x8C> <0xAB>" in pieces  # the bytes of 猫
     assert manifest["dictionary"]["symbols"] == VOCABULARY - 1  # fairseq adds <unk> itself
     assert manifest["level"] == "bpe320"
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Prefixes of three texts in two languages."""
+    prefixes = [tmp_path / split for split in corpus.SPLITS]
+    for number, prefix in enumerate(prefixes):
+        lines = text_of((60, 60, 4)[number], number)
+        prefix.with_suffix(".en").write_text(lines, encoding="utf-8")
+        prefix.with_suffix(".de").write_text(lines.upper(), encoding="utf-8")
+    return prefixes
+
+
+@pytest.mark.end_to_end
+def test_pairs_of_texts_are_trained_on_and_scored(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_mt, "Children", ForkedChildren)
+    data, folder = tmp_path / "data", tmp_path / "run"
+    for language in ("--languages", "en", "de"), ("--languages", "de", "en"):
+        shutil.rmtree(data, ignore_errors=True)
+        assert prepare(*pairs, *language, "--dest", data, "--vocabulary", 60) == 0
+        known = json.loads((data / "manifest.json").read_text())
+        assert known["languages"] == list(language[1:])
+        assert [split["pairs"] for split in known["splits"].values()] == [60, 60, 4]
+        source = f"train.{'-'.join(language[1:])}.{language[1]}.bin"
+        assert (data / "bin" / source).is_file()
+    training = [f"--config-dir={ROOT / 'configs' / 'translation'}", "--config-name=multi30k"]
+    own = ["task.source_lang=de", "task.target_lang=en", f"task.data={data / 'bin'}"]
+    short = [
+        "optimization.max_update=2",
+        "dataset.max_tokens=400",
+        f"checkpoint.save_dir={folder}",
+        "common.cpu=true",
+    ]
+    run("fairseq_cli.hydra_train", *training, *own, *short, f"hydra.run.dir={tmp_path}")
+    scored = [
+        "--out",
+        str(tmp_path / "scores.json"),
+        "--splits",
+        "test",
+        "--average",
+        "1",
+        "--beam",
+        "1",
+    ]
+    eval_mt.main([str(folder / "checkpoint_last.pt"), str(data), *scored])
+    assert read_run(tmp_path / "scores.json")["metrics"]["test"]["beam"]["sentences"] == 4
+
+
+def test_a_tokenizer_that_one_has_is_used(text, pairs, tmp_path, capsys):
+    assert prepare(text, "--dest", tmp_path / "first", "--vocabulary", VOCABULARY) == 0
+    model = tmp_path / "first" / "spm" / "spm.model"
+    second = tmp_path / "second"
+    assert prepare(text, "--dest", second, "--tokenizer", model) == 0
+    for name in ("bin/train.bin", "bin/dict.txt", "spm/spm.model"):
+        assert (second / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+    capsys.readouterr()
+    assert prepare(text, "--dest", second, "--vocabulary", VOCABULARY) == 2
+    assert "choose another --dest" in capsys.readouterr().err
+    assert prepare(*pairs, "--languages", "en", "de", "--dest", "x", "--tokenizer", model) == 2
+    assert "has pieces of bytes" in capsys.readouterr().err
+    for wrong in (text, tmp_path / "none"):
+        assert prepare(text, "--dest", tmp_path / "third", "--tokenizer", wrong) == 2
+        assert f"{wrong} is no model of SentencePiece" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
+
+
+def test_lines_that_do_not_pair_up_are_refused_before_anything_is_written(pairs, tmp_path, capsys):
+    german = pairs[1].with_suffix(".de")
+    chosen = ("--dest", tmp_path / "data", "--vocabulary", 60, "--languages", "en")
+    german.write_text(german.read_text() + "\n")
+    assert prepare(*pairs, *chosen, "de") == 2
+    assert "60 lines of en and 61 lines of de" in capsys.readouterr().err
+    german.write_text("\n" + text_of(59))
+    assert prepare(*pairs, *chosen, "de") == 2
+    assert "valid.de, line 1, is empty" in capsys.readouterr().err
+    assert prepare(*pairs, *chosen, "fr") == 2
+    assert "train.fr is not a file" in capsys.readouterr().err
+    assert prepare(pairs[0], *chosen, "de") == 2
+    assert "--languages needs three texts" in capsys.readouterr().err
+    assert prepare(*pairs, *chosen, "en") == 2
+    assert "give a source and another target" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_second_call_repeats_no_step(text, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Prepare own text for a language model: ``python -m lrpe_fairseq.experiments prepare FILES``."""
+"""Prepare own text, or own pairs of texts: ``python -m lrpe_fairseq.experiments prepare FILES``."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,11 +20,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     # One file is split at line ends, so a user needs no splits of their own.
-    add("files", nargs="+", type=Path, help="one text, which is split, or train, valid and test")
+    files = "one text, which is split, or train, valid and test; with --languages: paths of train, "
+    add("files", nargs="+", type=Path, help=f"{files}valid and test without the language")
     add("--dest", type=Path, required=True, help="output folder, such as data/mine")
-    add("--vocabulary", type=int, default=VOCABULARY, help="pieces (default: %(default)s)")
+    pieces = parser.add_mutually_exclusive_group()
+    number = f"pieces to train (default: {VOCABULARY})"
+    pieces.add_argument("--vocabulary", type=int, default=VOCABULARY, help=number)
+    trained = "a trained model of SentencePiece, in place of a new one"
+    pieces.add_argument("--tokenizer", type=Path, metavar="FILE.model", help=trained)
+    pair = "for translation, such as en de: train.en and train.de are pairs of lines"
+    add("--languages", nargs=2, metavar=("SOURCE", "TARGET"), help=pair)
     add("--workers", type=int, default=1, help="processes (default: 1)")
     options = parser.parse_args(arguments)
-    own_text.prepare(options.files, options.dest, options.vocabulary, options.workers)
+    model = options.tokenizer or options.vocabulary
+    if options.languages:
+        own_text.prepare_pairs(
+            options.files, options.languages, options.dest, model, options.workers
+        )
+    else:
+        own_text.prepare(options.files, options.dest, model, options.workers)
     print(f"data: {relative(options.dest / 'bin')}")
     print(f"tokenizer: {relative(options.dest / SPM)}")

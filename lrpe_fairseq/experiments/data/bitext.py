@@ -6,7 +6,7 @@ Table 7 of the LRPE paper.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,19 @@ def require_pairs(texts: Mapping[str, Path], languages: Sequence[str]) -> dict[s
         if len(set(lines.values())) != 1:
             counts = " and ".join(f"{n:,} lines of {language}" for language, n in lines.items())
             raise UserError(
-                f"{text} has {counts}, so its lines do not pair up: fetch both sides again."
+                f"{text} has {counts}, so its lines do not pair up: take both sides of one corpus."
             )
         counted[split] = lines[languages[0]]
     return counted
+
+
+def require_lines(files: Iterable[Path]) -> None:
+    """Raise UserError for an empty line, which would part the pairs."""
+    for path in files:
+        for number, line in enumerate(prep.read_lines(path), start=1):
+            # fairseq drops a sentence that is empty on one side, and the sides no longer pair up.
+            if not line:
+                raise UserError(f"{path}, line {number}, is empty: remove it from both sides.")
 
 
 def run_pieces(
@@ -70,11 +79,7 @@ def run_pieces(
     bin_dir = steps.dest / "bin"
     encoded = sides({split: steps.dest / "pieces" / split for split in texts}, languages)
     names = [binary_name(split, languages, s) for split in texts for s in languages]
-    for path in reads.values():
-        for number, line in enumerate(prep.read_lines(path), start=1):
-            # fairseq drops a sentence that is empty on one side, and the sides no longer pair up.
-            if not line:
-                raise UserError(f"{path}, line {number}, is empty: remove it from both sides.")
+    require_lines(reads.values())
 
     def encode_all() -> None:
         for name, path in reads.items():
