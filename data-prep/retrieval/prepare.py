@@ -1,6 +1,6 @@
 """Generate pairs of texts for fairseq: are both from one source?
 
-    python data-prep/retrieval/prepare.py --dest data/retrieval-64-128
+    python data-prep/retrieval/prepare.py --dest data/retrieval-78-130
 
 A stand-in for Retrieval of the Long-Range Arena, whose release is large. See the README in this
 folder for the rules and the sizes.
@@ -26,32 +26,35 @@ SYMBOLS = [chr(ord("a") + n) for n in range(LETTERS)]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The size of the texts, in letters, and split -> number of pairs."""
+    """The size of the texts, in rounds of all letters, and split -> number of pairs."""
 
-    shortest: int = 64
-    longest: int = 128
+    fewest: int = 3
+    most: int = 5
     sizes: Mapping[str, int] = field(
         default_factory=lambda: {"train": 10_000, "valid": 1_000, "test": 1_000}
     )
 
 
 def sources(seed: int) -> np.ndarray:
-    """Return the sources, int64 (SOURCES, FOLLOWERS, LETTERS): the letters that may follow each.
-
-    Each of the three followers is a permutation of the letters, so that letters are equally
-    frequent in every source, and only their order tells the sources apart.
-    """
+    """Return the sources, int64 (SOURCES, FOLLOWERS, LETTERS): the letters that follow each."""
     rng = RandomState(seed)
     drawn = [rng.permutation(LETTERS) for _ in range(SOURCES * FOLLOWERS)]
     return np.array(drawn).reshape(SOURCES, FOLLOWERS, LETTERS)
 
 
 def text(rng: RandomState, source: np.ndarray, recipe: Recipe) -> list[int]:
-    """Draw a text of one source (FOLLOWERS, LETTERS)."""
-    length = rng.randint(recipe.shortest, recipe.longest + 1)
+    """Draw a text of one source (FOLLOWERS, LETTERS).
+
+    Every round has each letter once, so that only the order of the letters depends on the source.
+    """
     letters = [int(rng.randint(LETTERS))]
-    for which in rng.randint(FOLLOWERS, size=length - 1):
-        letters.append(int(source[which, letters[-1]]))
+    left = set(range(LETTERS)) - set(letters)
+    for _ in range(LETTERS * rng.randint(recipe.fewest, recipe.most + 1) - 1):
+        left = left or set(range(LETTERS))
+        # a follower that the round still lacks, or else any such letter
+        choices = sorted(left & set(source[:, letters[-1]].tolist())) or sorted(left)
+        letters.append(choices[rng.randint(len(choices))])
+        left -= {letters[-1]}
     return letters
 
 
@@ -82,7 +85,7 @@ def _split(rng: RandomState, known: np.ndarray, recipe: Recipe, count: int) -> E
 
 def prepare(dest: Path, seed: int = 1, recipe: Recipe = Recipe()) -> dict:
     """Prepare ``dest`` and return its manifest."""
-    steps = prep.Steps(dest, "retrieval", f"{recipe.shortest}-{recipe.longest}")
+    steps = prep.Steps(dest, "retrieval", f"{LETTERS * recipe.fewest}-{LETTERS * recipe.most}")
     reads = {"script": Path(__file__), "seed": seed}
     make = functools.partial(generate, recipe, seed)
     shape = {"symbols": SYMBOLS, "classes": 2, "pairs": True}

@@ -39,7 +39,7 @@ class ClassificationRun(TrainingRun):
         "lra-pathfinder32": "data-prep/lra/prepare.py pathfinder",
         "lra-image": "data-prep/lra/prepare.py image",
         "pathfinder16": "data-prep/pathfinder/prepare.py --size 16",
-        "retrieval-64-128": "data-prep/retrieval/prepare.py",
+        "retrieval-78-130": "data-prep/retrieval/prepare.py",
         "imagenet": "data-prep/imagenet/prepare.py",
         "cifar10": "data-prep/cifar10/prepare.py",
         "cifar10-jpeg": "data-prep/cifar10/prepare.py --jpeg",
