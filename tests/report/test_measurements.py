@@ -11,6 +11,7 @@ from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.tables import load_tables
 from lrpe_fairseq.experiments.report import measurements, orders, priors
+from lrpe_fairseq.experiments.report.pages import pages
 from lrpe_fairseq.experiments.report.results import Results, results_of
 from tests.report.test_columns import TABLE, checkout, measured, save
 
@@ -91,6 +92,24 @@ def test_a_contrast_that_was_named_has_its_own_error(root):
     assert error(view.identity("RoPE"), view.identity("Base")) == orders.PRIMARY
     assert error(view.identity("Base"), view.identity("RoPE")) == orders.PRIMARY
     assert error(view.identity("Type2"), view.identity("Base")) == orders.EXPLORATORY
+
+
+def test_a_page_shows_the_contrasts_that_were_named(root):
+    pairs = [
+        {"column": "ppl", "a": "RoPE", "b": "Base"},
+        {"column": "ppl", "a": "Other", "b": "Base"},
+    ]
+    named = [{"table": "demo", "scale": "small", "pairs": pairs}]
+    (root / "results" / "paper" / "contrasts.yaml").write_text(yaml.safe_dump(named))
+    path = root / "configs" / "tables" / "demo.yaml"
+    table = yaml.safe_load(path.read_text())
+    table["rows"].append({"label": "Other", "encoding": "alibi", "attention": ["linear"]})
+    path.write_text(yaml.safe_dump(table))
+    view = Results(root).column("demo", "ppl")
+    shown = pages(root)["results/demo.md"]
+    name = "linear, " + view.column.title
+    assert f"| {name} | `rope` | `none, sinusoidal` | {view.versus('RoPE', 'Base')} |" in shown
+    assert f"| {name} | `alibi` | `none, sinusoidal` | not trained |" in shown
 
 
 def test_the_contrasts_of_this_repository_name_rows_that_exist_and_are_at_most_ten_per_scale():

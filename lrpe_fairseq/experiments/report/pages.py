@@ -20,6 +20,7 @@ from lrpe_fairseq.experiments.records.runs import machines_of
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     columns,
+    contrasts,
     curves,
     drift,
     maps,
@@ -137,6 +138,7 @@ def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str,
         "caption": _caption(views),
         "note": _note(sheet, views),
         "grid": grid(sheet.table, views),
+        "contrasts": contrasts.section(results, sheet),
         "maps": maps.names(results, sheet),
         "curves": curves.names(results, sheet),
     }

@@ -1,0 +1,24 @@
+"""What a page shows of the contrasts that were written down before their runs."""
+
+from lrpe_fairseq.experiments.report import markdown, measurements
+from lrpe_fairseq.experiments.report.results import Results
+from lrpe_fairseq.experiments.report.sheets import Sheet
+
+HEAD = ["column", "method", "against", "verdict"]
+
+
+def section(results: Results, sheet: Sheet) -> str:
+    """Return the contrasts of a sheet as a Markdown table; empty without any.
+
+    A contrast whose rows were not both trained is "not trained".
+    """
+    lines = []
+    for one in measurements.contrasts(results.root):
+        if (one.table, one.scale) != (sheet.table.name, sheet.scale):
+            continue
+        view = results.view(sheet, one.column)
+        trained = {one.a, one.b} <= set(view.rows)
+        found = view.versus(one.a, one.b) if trained else "not trained"
+        column = f"{view.column.attention}, {view.column.title}"
+        lines.append([column, f"`{view.names[one.a]}`", f"`{view.names[one.b]}`", found])
+    return markdown.table(HEAD, lines) if lines else ""
