@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import pytest
 import torch
@@ -51,6 +52,13 @@ def test_the_command_reads_the_angles_of_every_checkpoint_and_they_are_drawn(tra
     draw(tmp_path / path)
     assert (tmp_path / path).read_bytes().startswith(b"\x89PNG")
     assert picture.pictures(tmp_path / "elsewhere") == {}
+
+
+def test_the_command_of_the_docstring_has_all_arguments(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = shlex.split(command.__doc__.split("\n\n")[1].replace("\\\n", ""))
+    assert command.main(line[line.index("drift") + 1 :]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
 
 
 def test_quantiles_that_never_differ_are_one_curve():

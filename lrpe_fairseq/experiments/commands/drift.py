@@ -1,7 +1,7 @@
 """Read how far the angles of a language model move during training.
 
-    python -m lrpe_fairseq.experiments drift runs/mine/checkpoints --label "lrpe-type2" \
-        --out results/bench/drift/lrpe-type2.json
+    python -m lrpe_fairseq.experiments drift runs/mine/checkpoints data/mine \
+        --label "lrpe-type2" --out results/bench/drift/lrpe-type2.json
 
 The folder is that of a training with ``checkpoint.save_interval_updates``: every checkpoint that
 was saved within an epoch is read. ``make docs`` shows all files of results/bench/drift on the page
