@@ -170,6 +170,14 @@ def test_fope_scales_its_frequencies_before_they_are_clipped():
     assert torch.equal(encoding.core.coefficients, cut)
 
 
+def test_fope_says_at_which_length_a_scaled_frequency_remains():
+    said = "no frequency of fope remains at --fope-length 512: set it to at least 629, or lower"
+    with pytest.raises(ChoiceError, match=said):
+        encoding_of("fope", "linear", 100.0)
+    encoding = encoding_of("fope", "linear", 100.0, fope_length=629)  # 200 pi = 628.3
+    assert len(encoding.core.theta) == 1
+
+
 def test_printed_yarn_divides_slow_pairs_and_keeps_fast_ones_to_the_bit():
     once = 2 * math.pi / L
     theta = torch.tensor([40 * once, 32 * once, 16.5 * once, once, 0.3 * once, 0.0]).double()

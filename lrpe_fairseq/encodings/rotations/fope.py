@@ -50,7 +50,7 @@ class FoPE(LRPE):
     Trap: ``fope_length`` must be the length of the training texts. Context scaling clips more
     frequencies unless ``fope_length`` is multiplied by f too.
 
-    Raises: ChoiceError for a length below 7, where no frequency remains, or a negative sigma.
+    Raises: ChoiceError if no frequency remains, or for a negative sigma.
     """
 
     Options = FoPEOptions
@@ -96,12 +96,14 @@ class FourierSeries(Rotation):
 
         Raises: ChoiceError if none remains.
         """
-        theta = scaled(super().frequencies(spec), self.options)
+        every = scaled(super().frequencies(spec), self.options)
         length = spec.options.of(FoPEOptions).fope_length
-        theta = theta[theta >= 2 * math.pi / max(length, 1)]
+        theta = every[every >= 2 * math.pi / length]
         if not len(theta):
+            enough = math.ceil(2 * math.pi / every.max().item())
             raise ChoiceError(
-                f"fope_length must be at least 7, so that a frequency remains, got {length}"
+                f"no frequency of fope remains at --fope-length {length}: set it to at least "
+                f"{enough}, or lower --context-factor"
             )
         return theta
 
