@@ -237,7 +237,7 @@ def test_activation_checkpointing_changes_nothing_for_any_number_of_passes(optio
 
 REFUSED = {
     "have no second inputs": {"pair_head": True},
-    "--patch is an option of --input pixels": {"patch": 2},
+    "--patch is an option of --input pixels and image: leave it out": {"patch": 2},
     "--patch needs --grid-width": {"patch": 2, "input": "pixels"},
     "--pixel-std must be above 0": {"pixel_std": 0.0, "input": "pixels"},
     "--drop-path must be at least 0 and less than 1": {"drop_path": 1.0},

@@ -234,7 +234,7 @@ def test_pixels_in_color_are_patches_too():
         ({"input": "pixels"}, "need each other"),
         ({"patch": 12}, "images of 32 x 32 pixels are not made of patches of 12 x 12"),
         ({"grid_width": 5}, "have 4 rows of 4 patches: leave --grid-width and --grid-height out"),
-        ({"channels": 3}, "--channels is an option of --input pixels"),
+        ({"channels": 3}, "--channels is an option of --input pixels: leave it out"),
         (
             {"patch_embedding": "convolution", "patch": 4},
             "not made of patches of 4 x 4 after the convolution, which takes off 2",

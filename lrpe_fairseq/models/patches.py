@@ -297,9 +297,9 @@ def check_patches(options: Any, task: Any) -> None:
         if getattr(options, name) != usual:
             raise ChoiceError(f"{flag_of(name)} is an option of --input pixels: leave it out")
     if kind == "tokens" and options.patch != 1:
-        raise ChoiceError("--patch is an option of --input pixels")
+        raise ChoiceError("--patch is an option of --input pixels and image: leave it out")
     if options.channels != 1:
-        raise ChoiceError("--channels is an option of --input pixels")
+        raise ChoiceError("--channels is an option of --input pixels: leave it out")
 
 
 def _check_pixels(options: Any, dictionary: Any) -> None:
