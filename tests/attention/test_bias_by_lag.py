@@ -60,6 +60,18 @@ ONE = counted(1, CPU)
 BY_TOKEN = [name for name in ENCODINGS if small(name, True).form(None, ONE).by_token is not None]
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_form_has_one_kind_of_factor_at_most_and_no_bias_with_it(name, decay):
+    """Attention would read one of them only, without a warning."""
+    options = EncodingOptions(ape_decay=decay) if name.startswith("ape") else EncodingOptions()
+    encoding = build_encoding(name, 16, HEADS, causal=True, options=options)
+    form = encoding.form((0, 4), counted(5, CPU))
+    factors = [x for x in (form.score_decay, form.factor) if x is not None]
+    assert len(factors) <= 1
+    assert not factors or form.bias is None
+
+
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 6), (False, None)])
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_biases_of_every_token_are_the_bias_of_every_pair(name, causal, window):

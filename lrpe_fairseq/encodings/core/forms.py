@@ -38,8 +38,9 @@ class Form(NamedTuple):
 
     In this order: z is multiplied by exp(score_decay n) and :attr:`factor`, mapped by
     :attr:`rescore`, and the biases and decay n are added; :attr:`weigh` replaces the softmax. n is
-    the number of real tokens between s and t. The functions run in float32 or wider, and without
-    autocast, on blocks of queries.
+    the number of real tokens between s and t. An encoding has at most one of ``score_decay`` and
+    :attr:`factor`, and with either of them no :attr:`bias`. The functions run in float32 or
+    wider, and without autocast, on blocks of queries.
     """
 
     table: Tensor | None = None
