@@ -608,7 +608,7 @@ class _Call(NamedTuple):
         if not self.causal and log_decay is not None:
             both_ways = _both_ways(log_decay, self.padding)
             out, denominator = _decayed_sums(self._causal_sums, q, k, v, *both_ways)
-            return out, None if wanted == "numerator" else denominator
+            return out, (None if wanted == "numerator" else denominator)
         if self.causal:
             log_decay = _with_cuts(_without_padding(log_decay, self.padding), self.starts, q)
             out, denominator = self._causal_sums(q, k, v, wanted, log_decay, EPS)
@@ -617,7 +617,7 @@ class _Call(NamedTuple):
         else:
             dispatch.log_linear("pytorch", q)
             out, denominator = full_definition(q, k, v, wanted, EPS)
-        return out, denominator if wanted == "sums" else None
+        return out, (denominator if wanted == "sums" else None)
 
     @property
     def _causal_sums(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -681,7 +681,7 @@ def _narrow(out: Tensor, dtype: torch.dtype, normalizer: str) -> Tensor:
     float16. The margin of 64 also keeps the following projection finite. Kernels
     may have cast already.
     """
-    if dtype == torch.float16 != out.dtype:
+    if dtype == torch.float16 and out.dtype != torch.float16:
         margin = 64 if sums_encoded(normalizer) or reads_content(normalizer) else 1
         limit = torch.finfo(dtype).max / margin
         out = out.clamp(-limit, limit)
@@ -721,7 +721,7 @@ def _keys_of(state: LinearState, q: Tensor, normalizer: str) -> tuple[Tensor | N
     encoded, content = sums_encoded(normalizer), reads_content(normalizer)
     if encoded and content:
         return state.keys[..., : q.shape[-1]], state.keys[..., q.shape[-1] :]
-    return state.keys if encoded else None, state.keys if content else None
+    return (state.keys if encoded else None), (state.keys if content else None)
 
 
 def _empty_state(rows: Rows, normalizer: str) -> LinearState:

@@ -272,7 +272,7 @@ class MultiheadAttention(ProjectedAttention):
     ) -> tuple[Tensor, AttentionState | None]:
         """Compute :meth:`attend` after its checks."""
         if x.shape[1] == 0 and (keep_state or state is not None):
-            return x, state if keep_state else None
+            return x, (state if keep_state else None)
         before = None if state is None else state.next_position
         # a copy, because the filters update it in place and the caller's state stays valid
         history = {} if state is None else dict(state.history)
@@ -342,18 +342,20 @@ class MultiheadAttention(ProjectedAttention):
         """
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
-        content = [*self._content(q, k)] if reads_content(self.normalizer) else None
+        content = self._content(q, k) if reads_content(self.normalizer) else None
         q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
         queries = tokens
         keys = tokens
         width = k.shape[-1]
         # one state holds both kinds of keys, so that a window cuts them together
-        k = k if content is None else torch.cat([k, content[1]], -1)
+        if content is not None:
+            k = torch.cat([k, content[1]], -1)
         if keep_state:
             k, v, queries, keys, past = self._remembered(k, v, tokens, past)
             k, v = self._for_queries(k), self._for_queries(v)
         if content is not None:
-            k, content[1] = k[..., :width], k[..., width:]
+            content = content[0], k[..., width:]
+            k = k[..., :width]
         options = {"normalizer": self.normalizer, "log_decay": self.encoding.log_decay(x.device)}
         options["dtype"] = self._result_type(v)
         return linear_attention_window(q, k, v, queries, keys, content=content, **options), past
@@ -382,7 +384,7 @@ class MultiheadAttention(ProjectedAttention):
     def _groups(self) -> tuple[int, int]:
         """How many heads of equal keys, and of equal values, follow each other."""
         of_keys = 1 if self.encoding.keys_by_head else self.group
-        return of_keys, 1 if self.encoding.has_states else self.group
+        return of_keys, (1 if self.encoding.has_states else self.group)
 
     @property
     def _group_of_sums(self) -> int:

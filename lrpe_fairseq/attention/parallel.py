@@ -341,8 +341,10 @@ class EarlierParts(Earlier):
     def tail(self, x: Tensor, count: int, padding: Tensor | None, starts: Tensor | None) -> Tensor:
         """Return the last ``count`` real tokens before this part; see ``Earlier.tail``."""
         _, own = history(x, count, padding=padding, starts=starts)
-        tails, (_, since, cut) = self.sequence.gather(own), self.facts
-        found, slots = tails[:0].sum(0), torch.arange(count, device=x.device)
+        tails = self.sequence.gather(own)
+        _, since, cut = self.facts
+        found = tails[:0].sum(0)
+        slots = torch.arange(count, device=x.device)
         for rank in range(self.sequence.rank):
             new = torch.where(cut[rank].bool(), count, since[rank].clamp_max(count)).unsqueeze(1)
             kept = found.take_along_dim((slots + new).clamp_max(count - 1).unsqueeze(-1), 1)

@@ -39,7 +39,9 @@ def parse_parts(text: str) -> frozenset[str]:
             f"{shortened(text)}"
         )
     names = [name.strip() for name in text.split(",")]
-    for name in names if names != ["none"] else ():
+    if names == ["none"]:
+        return frozenset()
+    for name in names:
         if name not in PARTS:
             raise ChoiceError(
                 f"unknown attention part {name!r}; choose none, or a list of {', '.join(PARTS)}"

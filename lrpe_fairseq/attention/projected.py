@@ -154,14 +154,14 @@ class ProjectedAttention(nn.Module):
                 "output: choose one"
             )
         spec, width = self.encoding.spec, self.num_heads * self.head_dim
-        self.q_norm, self.k_norm = (
-            HeadNorm(spec, 1e-5, heads) if "qk-norm" in parts else None
-            for heads in (self.num_heads, self.num_kv_heads)
-        )
+        qk_norm = "qk-norm" in parts
+        self.q_norm = HeadNorm(spec, 1e-5, self.num_heads) if qk_norm else None
+        self.k_norm = HeadNorm(spec, 1e-5, self.num_kv_heads) if qk_norm else None
         self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
-        gate, shift = (name in parts for name in ("output-gate", "kv-shift"))
-        self.out_gate = Gate(self.encoding, width, "output-gate") if gate else None
-        self.kv_shift = KVShift(self.encoding, self.num_kv_heads) if shift else None
+        gated = "output-gate" in parts
+        self.out_gate = Gate(self.encoding, width, "output-gate") if gated else None
+        shifted = "kv-shift" in parts
+        self.kv_shift = KVShift(self.encoding, self.num_kv_heads) if shifted else None
 
     @property
     def owner(self) -> Owner:

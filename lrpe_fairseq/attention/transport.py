@@ -84,7 +84,8 @@ def score_blocks(
     q: (B, H, T, D). k: (B, H, S, D). The rows are whole chunks, one or with at most ``limit``
     scores; the columns end at the last query, and begin at the first key of the ``window``.
     """
-    batch, heads, length, before = *q.shape[:3], k.shape[2] - q.shape[2]
+    batch, heads, length = q.shape[:3]
+    before = k.shape[2] - length
     chunks = _chunks(q, k[:, :, before:], transport)
     earlier = k[:, :, :before]
     count, size = chunks.w.shape[2:4]
@@ -93,11 +94,13 @@ def score_blocks(
     for first in range(0, count, step):
         last = min(first + step, count)
         lowest = 0 if window is None else max(0, first * size - window + 1) // size
-        begin = before + lowest * size if lowest else 0
+        # a window that begins inside the chunks hides all keys before them
+        if lowest:
+            begin, shown = before + lowest * size, earlier[:, :, :0]
+        else:
+            begin, shown = 0, earlier
         rows = slice(first * size, min(last * size, length))
         columns = slice(begin, before + rows.stop)
-        # a window that begins inside the chunks hides all keys before them
-        shown = earlier[:, :, : 0 if lowest else before]
         sizes = rows.stop - rows.start, columns.stop - columns.start
         yield rows, columns, partial(_walked_back, chunks, shown, first, last, lowest, sizes)
 
@@ -159,8 +162,8 @@ def carried_sums(
 
     Args:
         q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E). before: the state, (B, H, D, E).
-        log_decay: (H,) or (B, H, T), see ``kernels.causal.definition``. One of ``lowest`` or less
-            is a decay of 0, which is no part of any sum of logarithms.
+        log_decay: (H,) or (B, H, T), see ``kernels.linear.causal.definition``. One of ``lowest``
+            or less is a decay of 0, which is no part of any sum of logarithms.
     Returns: (B, H, T, E), and the state after the last token.
     """
     inside, start, end, w, y = _chunks(q, k, transport)

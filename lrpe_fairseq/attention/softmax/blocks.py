@@ -212,7 +212,8 @@ def query_blocks(
     those of the queries, as for the whole; with a window they begin at the first key that its first
     query sees. There is one block, maybe empty, if T = 0.
     """
-    batch, heads, rows, columns = *q.shape[:3], k.shape[2]
+    batch, heads, rows = q.shape[:3]
+    columns = k.shape[2]
     # an exported program takes any length, so that it cannot have a number of blocks
     if window is None and (is_exporting() or rows <= limit // max(1, batch * heads * columns)):
         yield slice(0, rows), slice(0, columns)
