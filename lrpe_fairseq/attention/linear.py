@@ -119,7 +119,7 @@ def linear_attention_naive(
     def scores_of(q: Tensor, k: Tensor, transport: Transport | None, decays: bool) -> Tensor:
         scores = q @ k.mT if transport is None else scores_naive(q, k, transport)
         if decays and _by_feature(log_decay):
-            scores = channels.scores_naive(q, k, _without_padding(log_decay, key_padding_mask))
+            scores = channels.scores_naive(q, k, decay_of_real_tokens(log_decay, key_padding_mask))
         elif decays:
             scores = scores * _factors(log_decay, q, causal, key_padding_mask)
         return _visible(scores, causal, window, starts)
@@ -440,20 +440,20 @@ def _prepare(
     dtype = wide if widen else v.dtype
     q, k, v = (
         q.to(dtype),
-        _without_padded(k.to(dtype), padding),
-        _without_padded(v.to(dtype), padding),
+        zero_at_padding(k.to(dtype), padding),
+        zero_at_padding(v.to(dtype), padding),
     )
     if reads_content(normalizer):
         _check_content(content, q, k, normalizer == "bounded" and _by_feature(log_decay))
         content_q, content_k = content
-        content = content_q.to(wide), _without_padded(content_k.to(wide), padding)
+        content = content_q.to(wide), zero_at_padding(content_k.to(wide), padding)
     else:
         content = None
     log_decay = None if log_decay is None else log_decay.clamp_min(LOWEST_DECAY)
     return Rows(q, k, v, content, log_decay)
 
 
-def _without_padded(rows: Tensor, padding: Tensor | None) -> Tensor:
+def zero_at_padding(rows: Tensor, padding: Tensor | None) -> Tensor:
     """Set the rows (B, H, S, .) of padding (B, S) to zero."""
     if padding is None:
         return rows
@@ -534,7 +534,7 @@ def _factors(log_decay: Tensor, q: Tensor, causal: bool, padding: Tensor | None)
     """Return the factor of every score, (H, T, T) or (B, H, T, T); see :func:`linear_attention`."""
     length = q.shape[-2]
     if causal:
-        return decay_matrix(_without_padding(log_decay, padding), length, q)
+        return decay_matrix(decay_of_real_tokens(log_decay, padding), length, q)
     if padding is None:
         count = torch.arange(length, device=q.device)
     else:
@@ -554,7 +554,9 @@ def _require_causal(log_decay: Tensor | None, causal: bool) -> None:
         raise ValueError("a decay of single features needs causal=True")
 
 
-def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+def decay_of_real_tokens(
+    log_decay: Tensor | None, key_padding_mask: Tensor | None
+) -> Tensor | None:
     """Set a decay per token to log 1 = 0 at padding. A constant decay is not changed."""
     if log_decay is None or log_decay.dim() == 1 or key_padding_mask is None:
         return log_decay
@@ -562,7 +564,7 @@ def _without_padding(log_decay: Tensor | None, key_padding_mask: Tensor | None) 
     return log_decay.masked_fill(hidden.unsqueeze(-1) if _by_feature(log_decay) else hidden, 0.0)
 
 
-def _with_cuts(log_decay: Tensor | None, starts: Tensor | None, q: Tensor) -> Tensor | None:
+def with_cuts(log_decay: Tensor | None, starts: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the decay per token (B, H, T) that removes the state before every start.
 
     (B, H, T, D) for a decay of every feature.
@@ -610,7 +612,7 @@ class _Call(NamedTuple):
             out, denominator = _decayed_sums(self._causal_sums, q, k, v, *both_ways)
             return out, (None if wanted == "numerator" else denominator)
         if self.causal:
-            log_decay = _with_cuts(_without_padding(log_decay, self.padding), self.starts, q)
+            log_decay = with_cuts(decay_of_real_tokens(log_decay, self.padding), self.starts, q)
             out, denominator = self._causal_sums(q, k, v, wanted, log_decay, EPS)
         elif self.kernel is not None:
             out, denominator = self.kernel.full_sums(q, k, v, wanted, EPS)
@@ -745,7 +747,7 @@ def _block(
 ) -> tuple[Tensor, LinearState]:
     """Compute :func:`linear_attention_block` of checked arguments."""
     q, k, v, content, log_decay = rows
-    log_decay = _with_cuts(_without_padding(log_decay, padding), starts, q)
+    log_decay = with_cuts(decay_of_real_tokens(log_decay, padding), starts, q)
     encoded_keys, content_keys = _keys_of(before, q, normalizer)
     before = before if encoded_keys is None else before._replace(keys=encoded_keys)
     # while generating: one token needs no chunks and no scores
@@ -755,7 +757,7 @@ def _block(
     )
     unencoded = None
     if content_keys is not None:
-        decay = log_decay if normalizer == "bounded" else _with_cuts(None, starts, q)
+        decay = log_decay if normalizer == "bounded" else with_cuts(None, starts, q)
         unencoded, keys = _content_after(*content, content_keys, decay)
         keys = keys if encoded_keys is None else torch.cat([after.keys, keys], -1)
         after = after._replace(keys=keys)

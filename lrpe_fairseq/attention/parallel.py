@@ -425,7 +425,7 @@ def _part(
     options = {"normalizer": "none", "log_decay": log_decay, "dtype": wide}
     out = linear_attention(q, k, v, causal=True, **options, **masks)
     into, out_of, whole = _decay(q, log_decay, key_padding_mask, starts)
-    k = _shown(k, key_padding_mask).to(wide) * out_of
+    k = linear.zero_at_padding(k, key_padding_mask).to(wide) * out_of
     payload = torch.cat([(k.mT @ v.to(wide)).flatten(2), whole], -1)
     sums, whole = sequence.gather(payload).split([k.shape[-1] * v.shape[-1], 1], -1)
     state = sums[:0].sum(0)
@@ -482,11 +482,12 @@ def _carried_part(
     read that state.
     """
     wide = torch.promote_types(v.dtype, torch.float32)
-    q, k, v = q.to(wide), _shown(k, key_padding_mask).to(wide), v.to(wide)
+    q, k, v = q.to(wide), linear.zero_at_padding(k, key_padding_mask).to(wide), v.to(wide)
     v = _with_ones(v) if with_denominator else v
     width, before = v.shape[-1], torch.eye(k.shape[-1], dtype=wide, device=k.device)
     before = F.pad(before, (width, 0)).expand(*k.shape[:2], -1, -1)
-    log_decay = _with_cuts(q, log_decay, key_padding_mask, starts)
+    log_decay = linear.decay_of_real_tokens(log_decay, key_padding_mask)
+    log_decay = linear.with_cuts(log_decay, starts, q)
     values = F.pad(v, (0, k.shape[-1]))
     out, after = carried_sums(q, k, values, transport, log_decay, before, linear.LOWEST_DECAY)
     parts = sequence.gather(after)
@@ -506,24 +507,6 @@ def _with_ones(v: Tensor) -> Tensor:
     if v.stride(2) <= v.stride(0):
         return torch.cat([v, ones], -1)
     return torch.cat([x.movedim(2, 0) for x in (v, ones)], -1).movedim(0, 2)
-
-
-def _with_cuts(
-    q: Tensor, log_decay: Tensor | None, padding: Tensor | None, starts: Tensor | None
-) -> Tensor | None:
-    """Return the decay per token (B, H, T) that is 1 at padding and 0 at starts, as a logarithm."""
-    if log_decay is not None and log_decay.dim() == 3 and padding is not None:
-        log_decay = log_decay.masked_fill(padding.bool().unsqueeze(1), 0.0)
-    if starts is None:
-        return log_decay
-    own = q.new_zeros(()) if log_decay is None else log_decay
-    own = own[:, None] if own.dim() == 1 else own
-    return torch.where(starts.unsqueeze(1), linear.LOWEST_DECAY, own).expand(q.shape[:3])
-
-
-def _shown(k: Tensor, padding: Tensor | None) -> Tensor:
-    """Set the keys (B, H, T, D) at padding to zero."""
-    return k if padding is None else k.masked_fill(padding.bool()[:, None, :, None], 0.0)
 
 
 # --- attention to gathered keys ----------------------------------------------------------------
