@@ -434,8 +434,11 @@ def build_encoding(
 
 def _check_angles(encoding: Encoding, name: str, options: EncodingOptions) -> None:
     """Raise a ChoiceError for options of angles or rotations if the encoding has none."""
-    kinds = {AngleOptions: encoding.angles, RotationOptions: encoding.scales}
-    given = [flag for kind, has in kinds.items() if not has for flag in _changed(options.of(kind))]
+    supported = {AngleOptions: encoding.angles, RotationOptions: encoding.scales}
+    given = []
+    for kind, has in supported.items():
+        if not has:
+            given += _changed(options.of(kind))
     if given:
         raise ChoiceError(
             f"position encoding {name!r} does not support {' and '.join(given)}: leave "

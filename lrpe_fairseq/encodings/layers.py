@@ -28,13 +28,13 @@ def encoding_options(options: Any, layer: int = 0) -> EncodingOptions:
     defaults |= {"grid_width": 0, "grid_height": 0, "position_grid": "flat"}
     chosen = {name: getattr(options, name, default) for name, default in defaults.items()}
     plain = {name: str(v) if isinstance(v, Enum) else v for name, v in chosen.items()}
-    floored = plain["angle_floor"] != "none" or plain["rotation_spectrum"] == "turns"
-    if floored and plain["context_scaling"] not in WITH_LENGTH:
+    needs_length = plain["angle_floor"] != "none" or plain["rotation_spectrum"] == "turns"
+    if needs_length and plain["context_scaling"] not in WITH_LENGTH:
         # they need the length of training even if a longer text is read
         plain["context_length"] = plain["context_length"] or tokens_per_sample(options)
     plain |= _defaults_of_other_layers(options, layer)
-    unread = plain["angle_floor"] == plain["context_scaling"] == "none"
-    if floored and unread and plain["rotation_spectrum"] != "turns":
+    unread = plain["angle_floor"] == "none" and plain["context_scaling"] == "none"
+    if needs_length and unread and plain["rotation_spectrum"] != "turns":
         plain["context_length"] = 0  # it is that of other layers, and nothing reads it here
     return EncodingOptions(options.fidelity, **plain)
 

@@ -106,8 +106,9 @@ def check_number(
         raise ChoiceError(f"{name} must be a finite number, not {shown}")
     limits = {"at least": least, "above": above, "at most": most}
     texts = [f"{word} {bound:,}" for word, bound in limits.items() if bound is not None]
-    too_small = value < least if least is not None else above is not None and value <= above
-    if value != usual and (too_small or (most is not None and value > most)):
+    too_small = (least is not None and value < least) or (above is not None and value <= above)
+    too_large = most is not None and value > most
+    if value != usual and (too_small or too_large):
         raise ChoiceError(f"{name} must be {' and '.join(texts)}, not {shown}")
 
 
@@ -205,9 +206,11 @@ class EncodingOptions:
 
     def _check_length(self) -> None:
         """Refuse a length of training that no scaling, spectrum or floor of angles reads."""
-        readers = (self.values.get(name, "none") for name in ("context_scaling", "angle_floor"))
-        length, spectrum = (self.values.get(n) for n in ("context_length", "rotation_spectrum"))
-        if length and spectrum != "turns" and all(value == "none" for value in readers):
+        length = self.values.get("context_length")
+        unscaled = self.values.get("context_scaling", "none") == "none"
+        unfloored = self.values.get("angle_floor", "none") == "none"
+        by_turns = self.values.get("rotation_spectrum") == "turns"
+        if length and unscaled and unfloored and not by_turns:
             raise ChoiceError(
                 f"--context-length {length} needs --context-scaling yarn, yarn-printed, llama3, "
                 "dynamic or longrope, --rotation-spectrum turns, or --angle-floor: choose one of "

@@ -40,17 +40,17 @@ def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
     return per_position if positions.dim() == 1 else per_position.unsqueeze(1)
 
 
-def counted(length: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return first, ..., length - 1 (int64); the same tensor object for the same arguments."""
+def counted(end: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return first, ..., end - 1 (int64); the same tensor object for the same arguments."""
     if is_transformed():  # a traced or fake tensor must not be cached
-        return with_known_range(torch.arange(first, length, device=device), first, length - 1)
-    return _cached_count(length, device, first)
+        return with_known_range(torch.arange(first, end, device=device), first, end - 1)
+    return _cached_count(end, device, first)
 
 
 @lru_cache(maxsize=256)
-def _cached_count(length: int, device: torch.device, first: int) -> Tensor:
+def _cached_count(end: int, device: torch.device, first: int) -> Tensor:
     with torch.inference_mode(False):
-        return with_known_range(torch.arange(first, length, device=device), first, length - 1)
+        return with_known_range(torch.arange(first, end, device=device), first, end - 1)
 
 
 def with_known_range(positions: Tensor, first: int, last: int) -> Tensor:

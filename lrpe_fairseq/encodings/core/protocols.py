@@ -119,11 +119,11 @@ class Encoding(Float32Module):
     causal_only: bool = False
     """True if the method is defined for causal attention only."""
     without_absolute: bool = False
-    """True if the method is defined for models without absolute positions; others are warned."""
+    """True if the method is defined for models without absolute positions. A model that adds them
+    gets a warning."""
     host_reads: str = ""
-    """Why a training step of a layer reads values of tensors, with positions that are counted: on a
-    GPU each read waits until all that was launched is computed. Empty: it reads none. On a CPU,
-    where reading waits for nothing, every encoding may read."""
+    """Why a training step with counted positions reads values of tensors on the host; empty if it
+    reads none. On a GPU each read waits for all launched work. On a CPU every encoding may read."""
     shared: bool = False
     """True if all layers share one set of parameters; see :meth:`share_with`."""
     inner_name: str = ""
@@ -163,7 +163,8 @@ class Encoding(Float32Module):
     float16 gradients overflow. Use normalizer "layernorm" or "content" instead."""
 
     streams: tuple[str, ...] = ()
-    """Names of its random streams whose numbers a part of the layer may have, too."""
+    """Names of the encoding's random streams whose number a part of the layer may have too; see
+    :meth:`EncodingSpec.generator`."""
 
     def __init__(self, spec: EncodingSpec) -> None:
         super().__init__()
@@ -193,9 +194,9 @@ class Encoding(Float32Module):
     def log_decay(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return the natural logarithm of a constant decay per token, (H,) float32, or None.
 
-        Attention multiplies by exp(log_decay n), where n is the number of real tokens in t+1..s,
-        because r^s and r^-t overflow separately. In softmax attention :meth:`form` says what is
-        multiplied, in linear attention it is the score of the kernel.
+        Attention multiplies by exp(log_decay n), n the number of real tokens in t+1..s. It never
+        computes r^s and r^-t separately: they overflow. In softmax attention :meth:`form` says what
+        is multiplied; in linear attention it is the score.
         """
         return None
 

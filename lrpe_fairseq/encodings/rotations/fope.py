@@ -121,13 +121,15 @@ class FourierSeries(Rotation):
         The series is summed in float64 and then cast.
         """
         exact = exact_type(positions.device)
-        basis, (a, b) = super().powers(positions, exact), self.coefficients.to(exact)
+        basis = super().powers(positions, exact)
+        a, b = self.coefficients.to(exact)
         return complex_of((basis.real @ a).to(dtype), (basis.imag @ b).to(dtype))
 
 
 def _cut(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
     """Leave out the coefficients of frequencies that context scaling clips: the slowest."""
-    if (name := f"{prefix}coefficients") in state:
+    name = f"{prefix}coefficients"
+    if name in state:
         count = len(module.theta)
         state[name] = state[name][..., :count, :count]
 

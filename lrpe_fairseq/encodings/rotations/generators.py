@@ -390,9 +390,10 @@ def _products(x: Tensor) -> Tensor:
 
     x: real (G, 2c, 2c), of B and Y (G, N, 2c).
     """
-    (rr, ri), (ir, ii) = (
-        y.unbind(-1) for y in x.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2)).unbind(-3)
-    )
+    by_part = x.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))  # G c 2 c 2
+    of_real, of_imag = by_part.unbind(-3)
+    rr, ri = of_real.unbind(-1)
+    ir, ii = of_imag.unbind(-1)
     return torch.stack([torch.complex(rr + ii, ri - ir), torch.complex(rr - ii, -ri - ir)])
 
 

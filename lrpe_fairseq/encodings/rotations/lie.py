@@ -109,7 +109,7 @@ class BlockRotation(QueryKeyEncoding):
         raise NotImplementedError
 
     def eigen(self, skew: Tensor) -> Eigen:
-        """Find the eigenbasis of generators; see ``rotations.Find``."""
+        """Find the eigenbasis of generators; see ``generators.Find``."""
         return self.spectrum.entry(skew, self.learned)
 
     def train(self, mode: bool = True) -> "BlockRotation":

@@ -49,9 +49,10 @@ class SPEOptions:
 class SineCode(nn.Module):
     """qbar, kbar = weighted sums of sines with common noise (SPE, Section 3.1; SineSPE).
 
-    c(n) = 1/(2K) sum_k g_k^2 cos(2 pi f_k n + o_k) per head and feature, with learned frequencies
-    f = sigmoid(.)/2, gains g = softplus(.) and offsets o, from N(0, 1). Then, as in the authors'
-    code, 4 is subtracted from f (long waves), and g is divided by sqrt(norm over k) / 2.
+    c(n) = 1/(2K) sum_k g_k^2 cos(2 pi f_k n + o_k) per head and feature, with f = sigmoid(a) / 2
+    and g = softplus(b). The learned a, b and offsets o are drawn from N(0, 1). As in the authors'
+    code, 4 is then subtracted from a (long waves), and b is divided by sqrt(|b|) / 2, where |b| is
+    its norm over k.
     """
 
     def __init__(self, spec: EncodingSpec, realizations: int) -> None:

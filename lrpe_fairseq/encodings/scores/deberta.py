@@ -106,12 +106,14 @@ class DeBERTa(ScoreEncoding):
             return -self.distance, self.distance
 
         def compute() -> Lags:
-            low, high = known_lags(q_positions, k_positions) or (
-                int(q_positions.min() - k_positions.max()),
-                int(q_positions.max() - k_positions.min()),
-            )
+            lags = known_lags(q_positions, k_positions)
+            if lags is None:
+                lags = (
+                    int(q_positions.min() - k_positions.max()),
+                    int(q_positions.max() - k_positions.min()),
+                )
             least = 0 if self.spec.causal else -self.distance
-            return tuple(min(max(end, least), self.distance) for end in (low, high))
+            return tuple(min(max(end, least), self.distance) for end in lags)
 
         return self._ends.get((q_positions, k_positions), None, compute)
 

@@ -83,7 +83,8 @@ class GrapeA(ScoreEncoding):
 
     def bias(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return (B, H, T, S) in the dtype of q; q is scaled. See :meth:`ScoreEncoding.bias`."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         of_query = self.rates(q / self.softmax_scale, self.of_query)
         of_key = self.rates(k, self.of_key)
         lag = (q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)).clamp_min(0)

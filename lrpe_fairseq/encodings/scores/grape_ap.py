@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.departures import Departure
-from lrpe_fairseq.encodings.core.forms import LOWEST, Form
+from lrpe_fairseq.encodings.core.forms import LOWEST
 from lrpe_fairseq.encodings.core.networks import as_stored, log_sigmoid
 from lrpe_fairseq.encodings.core.options import EncodingSpec
-from lrpe_fairseq.encodings.core.positions import Lags, check_positions, constant
+from lrpe_fairseq.encodings.core.positions import check_positions, constant
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, ScoreEncoding
 from lrpe_fairseq.encodings.rotations.cores import phases, rotate_pairs
 from lrpe_fairseq.encodings.scores.biases import seen_keys
@@ -91,13 +91,10 @@ class GrapeAP(ScoreEncoding):
             p = raw * raw.square().mean(-1, keepdim=True).add(EPS).rsqrt()
             once = constant((1.0,) * (WIDTH // 2), torch.float64, p.device)
             turned = rotate_pairs(p, phases(positions, once, wide))
-        of_query, none = raw if self.fixed_query else turned, torch.zeros_like(p)
-        q = torch.cat([q, of_query.to(q.dtype), none.to(q.dtype)], -1)
-        return q, torch.cat([k, none.to(k.dtype), turned.to(k.dtype)], -1)
-
-    def form(self, lags: Lags | None, positions: Tensor) -> Form:
-        """Return the function of the scores."""
-        return Form(rescore=self.forward)
+        of_query = raw if self.fixed_query else turned
+        zeros = torch.zeros_like(p)
+        q = torch.cat([q, of_query.to(q.dtype), zeros.to(q.dtype)], -1)
+        return q, torch.cat([k, zeros.to(k.dtype), turned.to(k.dtype)], -1)
 
     def forward(
         self,
@@ -109,7 +106,8 @@ class GrapeAP(ScoreEncoding):
         visible: Tensor | None = None,
     ) -> Tensor:
         """Add the sums to the scores; q and k are :meth:`widened`. See :meth:`ScoreEncoding`."""
-        check_positions(q_positions, q), check_positions(k_positions, k)
+        check_positions(q_positions, q)
+        check_positions(k_positions, k)
         wide = torch.promote_types(q.dtype, torch.float32)
         first = self.spec.head_dim
         of_query = q[..., first : first + WIDTH].to(wide) / self.softmax_scale

@@ -106,7 +106,7 @@ def bucket_starts(buckets: int, max_distance: int) -> list[int]:
     if exact < 1 or max_distance <= exact:
         raise ChoiceError(
             f"T5 needs at least 2 buckets in one direction and a largest distance above half of "
-            f"them, got {buckets} and {max_distance}"
+            f"them, got {buckets} and {max_distance}: raise buckets or --t5-max-distance"
         )
     starts = list(range(1, exact + 1))
     distance = exact

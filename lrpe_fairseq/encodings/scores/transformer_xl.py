@@ -90,7 +90,8 @@ class TransformerXL(ScoreEncoding):
         lags = known_lags(q_positions, k_positions)
         if self.spec.causal:
             distance = distance.clamp_min(0)
-            lags = lags and (max(0, lags[0]), max(0, lags[1]))
+            if lags is not None:
+                lags = max(0, lags[0]), max(0, lags[1])
         occurring, index = _distinct_distances(distance, lags)
         r = sinusoid(occurring, self.r_proj.in_features)
         scores = pick(q @ self.position_keys(r, q.dtype).transpose(-1, -2), index)
@@ -113,7 +114,10 @@ def _distinct_distances(distance: Tensor, lags: Lags | None) -> tuple[Tensor, Te
 
     lags: their smallest and largest one, if that is known.
     """
-    low, high = lags or (int(end) for end in distance.aminmax())
+    if lags is None:
+        low, high = (int(end) for end in distance.aminmax())
+    else:
+        low, high = lags
     if high - low < sum(distance.shape[-2:]):  # true if padding is the only irregularity
         return torch.arange(low, high + 1, device=distance.device), distance - low
     return distance.unique(return_inverse=True)

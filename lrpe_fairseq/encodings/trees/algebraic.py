@@ -166,8 +166,12 @@ class Algebraic(QueryKeyEncoding):
         )
         self._text = components
         self.card = _card(trees)
-        reasons = DEPTH if trees else "", EIGENBASIS if self.options.ape_learned else ""
-        self.host_reads = "; ".join(filter(None, reasons))
+        reasons = []
+        if trees:
+            reasons.append(DEPTH)
+        if self.options.ape_learned:
+            reasons.append(EIGENBASIS)
+        self.host_reads = "; ".join(reasons)
 
     def share_with(self, owner: "Algebraic") -> None:
         """Use the generators of ``owner``, and its caches of their spectra."""
@@ -184,9 +188,11 @@ class Algebraic(QueryKeyEncoding):
         """Encode q and k; see :meth:`QueryKeyEncoding.forward`."""
 
         def encode(x: Tensor, positions: Tensor) -> Tensor:
-            *slices, rest = self._slices(x.to(torch.promote_types(x.dtype, torch.float32)))
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            *slices, rest = self._slices(wide)
             each = zip(self.components, slices, self._axes(positions), strict=True)
-            return _joined([*(c(part, at) for c, part, at in each), rest]).to(x.dtype)
+            parts = [component(part, axis) for component, part, axis in each]
+            return _joined([*parts, rest]).to(x.dtype)
 
         return encode_both(encode, q, k, q_positions, k_positions)
 
@@ -201,15 +207,27 @@ class Algebraic(QueryKeyEncoding):
             *slices, rest = self._slices(x)
             return (_joined([*map(projected, slices, bases), rest]),)
 
-        def turn(q: Planes, k: Planes, *positions: Tensor) -> tuple[Tensor, Tensor]:
-            (*of_q, q_rest), (*of_k, k_rest) = self._slices(q[0]), self._slices(k[0])
-            at = zip(*map(self._axes, positions), strict=True)
-            each = zip(self.components, of_q, of_k, angles, at, strict=True)
-            parts = [rotate_both(*given, *map(c.wrapped, s)) for c, *given, s in each]
-            q_parts, k_parts = zip(*parts, (q_rest, k_rest), strict=True)
-            return _joined(q_parts), _joined(k_parts)
+        def turn_slices(
+            q: Planes, k: Planes, q_positions: Tensor, k_positions: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            *q_slices, q_rest = self._slices(q[0])
+            *k_slices, k_rest = self._slices(k[0])
+            q_axes = self._axes(q_positions)
+            k_axes = self._axes(k_positions)
+            q_parts, k_parts = [], []
+            for i, component in enumerate(self.components):
+                q_part, k_part = rotate_both(
+                    q_slices[i],
+                    k_slices[i],
+                    angles[i],
+                    component.wrapped(q_axes[i]),
+                    component.wrapped(k_axes[i]),
+                )
+                q_parts.append(q_part)
+                k_parts.append(k_part)
+            return _joined([*q_parts, q_rest]), _joined([*k_parts, k_rest])
 
-        return Fold(projection, turn)
+        return Fold(projection, turn_slices)
 
     def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the features of each component, (..., d), and those of none."""
@@ -334,7 +352,7 @@ class Generator(nn.Module):
         return super().train(mode)
 
     def eigen(self, skew: Tensor) -> Eigen:
-        """Find the eigenbasis of B; see ``rotations.Find``."""
+        """Find the eigenbasis of B; see ``generators.Find``."""
         return self.spectrum.entry(skew, self.entries)
 
     def forward(self) -> Tensor:

@@ -13,8 +13,15 @@ from lrpe_fairseq.encodings.core.protocols import Encoding, QueryKeyEncoding
 from lrpe_fairseq.errors import ChoiceError
 
 INNER = (
-    *("angles", "card", "before_feature_map", "content_scale", "denominator_vanishes"),
-    *("keys_by_head", "scales", "turns", "without_absolute"),
+    "angles",
+    "card",
+    "before_feature_map",
+    "content_scale",
+    "denominator_vanishes",
+    "keys_by_head",
+    "scales",
+    "turns",
+    "without_absolute",
 )
 """Fields of a :class:`GridEncoding` that are those of its parts."""
 
@@ -120,9 +127,13 @@ class GridEncoding(QueryKeyEncoding):
         k_positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Encode the features of every part by its encoder, at the positions of its axis."""
-        axes = self._axes_of_both(q_positions, k_positions)
-        each = zip(encoders, self._split(q), self._split(k), *axes, strict=True)
-        q_parts, k_parts = zip(*(encode(*given) for encode, *given in each), strict=True)
+        q_axes, k_axes = self._axes_of_both(q_positions, k_positions)
+        each = zip(encoders, self._split(q), self._split(k), q_axes, k_axes, strict=True)
+        q_parts, k_parts = [], []
+        for encode, q_part, k_part, q_axis, k_axis in each:
+            q_encoded, k_encoded = encode(q_part, k_part, q_axis, k_axis)
+            q_parts.append(q_encoded)
+            k_parts.append(k_encoded)
         return _joined(q_parts), _joined(k_parts)
 
     def has_one_launch(self, q: Tensor, k: Tensor) -> bool:
@@ -135,7 +146,8 @@ class GridEncoding(QueryKeyEncoding):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the positions of q and of k on each axis; the same tensors if they are equal."""
         q_axes = self._axes(q_positions)
-        return q_axes, q_axes if k_positions is q_positions else self._axes(k_positions)
+        k_axes = q_axes if k_positions is q_positions else self._axes(k_positions)
+        return q_axes, k_axes
 
     def _axes(self, positions: Tensor) -> tuple[Tensor, ...]:
         return axes_of(positions, self.spec.options.grid_width, self.grid)
