@@ -29,8 +29,12 @@ class _Board:
     """What the ranks have written, as far as this one has read it."""
 
     def __init__(self) -> None:
-        self.base: Any = None
-        self.store: Any = None
+        self._reset(None, None)
+
+    def _reset(self, base: Any, store: Any) -> None:
+        """Forget what was read, and use another store."""
+        self.base = base
+        self.store = store
         self.failures: set[str] = set()
         self.told: set[str] = set()
         self.read = 0
@@ -42,8 +46,7 @@ class _Board:
             return None
         base = dist.distributed_c10d._get_default_store()
         if base is not self.base:  # of a new process group
-            self.__init__()
-            self.base, self.store = base, dist.PrefixStore(PREFIX, base)
+            self._reset(base, dist.PrefixStore(PREFIX, base))
         return self.store
 
     def tell(self, name: str, passed: bool) -> None:

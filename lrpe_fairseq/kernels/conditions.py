@@ -103,7 +103,8 @@ def is_transformed() -> bool:
 
 def is_exporting() -> bool:
     """True under torch.export; torch 2.6 cannot say so."""
-    return getattr(torch.compiler, "is_exporting", bool)()
+    known = getattr(torch.compiler, "is_exporting", None)
+    return known is not None and known()
 
 
 def _is_traced() -> bool:

@@ -122,7 +122,7 @@ def feature_maps(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, Tensor | N
         found = triton_calls.encoded(triton, *triton.arguments_of_phi(q, k))
         if found is not None:
             return found
-    return feature_map(q), None if k is None else feature_map(k)
+    return feature_map(q), (None if k is None else feature_map(k))
 
 
 # --- linear attention --------------------------------------------------------------------------

@@ -191,12 +191,10 @@ def _why_too_old(module: str) -> str:
 def _why_triton_fails() -> str:
     """Run a small kernel; return the reason if Triton cannot, for example without a C compiler."""
     try:
-        with ThreadPoolExecutor(
-            1
-        ) as pool:  # a new thread has no dispatch mode, such as fake tensors
-            pool.submit(
-                _probe, "cpu" if _interpreting else f"cuda:{torch.cuda.current_device()}"
-            ).result()
+        device = "cpu" if _interpreting else f"cuda:{torch.cuda.current_device()}"
+        # a new thread has no dispatch mode, such as fake tensors
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            pool.submit(_probe, device).result()
     except Exception as error:  # whatever Triton, its compiler or CUDA raises
         return (
             f"Triton does not run here ({_reason(error)}); it needs a C compiler and a writable "
@@ -366,7 +364,10 @@ def load_library(source: Path) -> ctypes.CDLL | None:
 def _reason(error: Exception) -> str:
     """Return the first error line of a compiler's output, or the first line of another error."""
     lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-    return next((line for line in lines if "error" in line), [*lines, type(error).__name__][0])
+    for line in lines:
+        if "error" in line:
+            return line
+    return lines[0] if lines else type(error).__name__
 
 
 def _library(source: Path) -> Path:
@@ -500,8 +501,13 @@ KINDS = {
 def _fields(library: ctypes.CDLL, table: str) -> list[tuple[str, Any]]:
     """Return the fields of a C++ struct. ``table`` lists them; its last row has no name."""
     rows = ctypes.pointer(Field.in_dll(library, table))
-    listed = itertools.takewhile(lambda row: row.name, map(rows.__getitem__, itertools.count()))
-    return [(row.name.decode(), KINDS[row.kind]) for row in listed]
+    fields = []
+    for index in itertools.count():
+        row = rows[index]
+        if not row.name:
+            break
+        fields.append((row.name.decode(), KINDS[row.kind]))
+    return fields
 
 
 def _call(library: ctypes.CDLL) -> type[ctypes.Structure]:

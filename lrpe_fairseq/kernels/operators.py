@@ -102,7 +102,7 @@ def causal_sums(
     log_decay = causal_cpu.by_token_if_learned(log_decay, q)
     keeps = _is_recorded(q, k, v, log_decay)
     out, denominators, _ = _sums(q, k, v, log_decay, wanted, eps, keeps)
-    return out, denominators if wanted == "sums" else None
+    return out, (denominators if wanted == "sums" else None)
 
 
 def _sums_in_cpp(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -209,7 +209,7 @@ def _sums_gradient(ctx, grad, grad_denominators, _):
     *found, gates = _sums_backward(
         grad, grad_denominators, *ctx.saved_tensors, wanted, eps, of_gates
     )
-    return *found, gates if of_gates else None, None, None, None
+    return *found, (gates if of_gates else None), None, None, None
 
 
 _sums.register_autograd(_sums_gradient, setup_context=_keep_sums)
@@ -332,7 +332,7 @@ def _encoded_gradient(ctx, grad):
     of_p, of_at = ctx.needs_input_grad[1:3]
     options = *ctx.layout, of_p, of_at, *ctx.flags
     grad_x, grad_p, grad_at = _encoded_backward(grad, *ctx.saved_tensors, *options)
-    return grad_x, grad_p if of_p else None, grad_at if of_at else None, *(None,) * 5
+    return grad_x, (grad_p if of_p else None), (grad_at if of_at else None), *(None,) * 5
 
 
 _encoded.register_autograd(_encoded_gradient, setup_context=_keep_encoded)

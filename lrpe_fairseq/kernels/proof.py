@@ -20,6 +20,7 @@ then on.
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -104,7 +105,8 @@ def run(key: Key, example: Callable[[], Example], kernels: Callable[[], R]) -> R
     if not known:
         _record(key)
         return None
-    before, _local.key = current(), key
+    before = current()
+    _local.key = key
     try:
         return kernels()
     except LaunchError as error:
@@ -353,10 +355,11 @@ class Numbers:
 def alignment(x: Tensor) -> int:
     """Return the largest of 1, 2, 4, 8 and 16 that divides the strides of x (B, H, T, .)."""
     batch, heads, time, feature = x.stride()
-    # what is not contiguous is copied
-    return alignment_of(batch | heads | time if feature == 1 else x.shape[3])
+    if feature != 1:  # it is copied, and its rows then lie one after another
+        return alignment_of(x.shape[3])
+    return math.gcd(16, batch, heads, time)
 
 
 def alignment_of(n: int) -> int:
     """Return the largest of 1, 2, 4, 8 and 16 that divides n."""
-    return min(16, n & -n) if n else 16
+    return math.gcd(16, n)

@@ -116,12 +116,14 @@ def half_full_sums(q: Tensor, *given: Any) -> Sums:
     return half.full_sums(q, *given)
 
 
-def plain_causal_sums(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Sums:
+def plain_causal_sums(
+    q: Tensor, k: Tensor, v: Tensor, wanted: str, log_decay: Tensor | None, eps: float
+) -> Sums:
     """Compute ``causal.definition`` of rows in float32 or wider, in C++ if supported."""
-    in_cpp = causal_cpu.serves(q, k, v, given[1])
+    in_cpp = causal_cpu.serves(q, k, v, log_decay)
     log_linear("c++" if in_cpp else "pytorch", q)
     sums = causal_cpu.causal_sums if in_cpp else causal.definition
-    return sums(q, k, v, *given)
+    return sums(q, k, v, wanted, log_decay, eps)
 
 
 def _widened(*rows: Tensor) -> list[Tensor]:
@@ -160,6 +162,7 @@ def _attention(
 def _tensors(arguments: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors among the arguments of a kernel, alone or in pairs."""
     for value in arguments.values():
-        for x in value if isinstance(value, tuple) else (value,):
+        values = value if isinstance(value, tuple) else (value,)
+        for x in values:
             if isinstance(x, Tensor):
                 yield x

@@ -179,7 +179,7 @@ def causal_sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``causal.definition`` of q, k and v of one dtype."""
     out, *denominators = _causal_sums(q, k, v, wanted, log_decay, eps)
-    return out, denominators[0] if denominators else None
+    return out, (denominators[0] if denominators else None)
 
 
 def _call_causal_sums(q, k, v, wanted, log_decay, eps):
@@ -214,7 +214,7 @@ def full_sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``causal.full_definition`` of q, k and v of one dtype."""
     out, *denominators = _full_sums(q, k, v, wanted, eps)
-    return out, denominators[0] if denominators else None
+    return out, (denominators[0] if denominators else None)
 
 
 def _call_full_sums(q, k, v, wanted, eps):

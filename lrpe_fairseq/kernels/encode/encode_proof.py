@@ -22,11 +22,18 @@ def key_of(*arguments: *Arguments) -> Key:
     q, k, normal, angles, q_positions, _, variant = arguments
     theta, column, _ = angles if isinstance(angles, Angles) else (angles, None, 0)
     parameters = normal, theta, column, q_positions
+    phase_axes = q_positions.dim() if q_positions.is_complex() else 0
     constants = (
-        *(q.dtype, q.shape[3], min(alignment(q), alignment(k)), *variant),
+        q.dtype,
+        q.shape[3],
+        min(alignment(q), alignment(k)),
+        *variant,
         *(None if x is None else (x.dtype, x.requires_grad) for x in parameters),
-        *(q.requires_grad or k.requires_grad, _by_head(theta, variant), _width(theta, q_positions)),
-        *(q_positions.is_complex() and q_positions.dim(), q_positions.numel() > 0),
+        q.requires_grad or k.requires_grad,
+        _by_head(theta, variant),
+        _width(theta, q_positions),
+        phase_axes,
+        q_positions.numel() > 0,
     )
     return Key(FAMILY, q.device, constants)
 
@@ -82,7 +89,9 @@ def _positions(like: Tensor, heads: int, numbers: Numbers) -> Tensor:
     """Return positions (T,) that begin late, none if ``like`` has none, or phases (B, H, T, E)."""
     if not like.is_complex():
         return torch.arange(TIME if like.numel() else 0, device=like.device) + 1000
-    shape = (*((BATCH,) if like.dim() == 4 else ()), heads, TIME, like.shape[-1])
+    shape = (heads, TIME, like.shape[-1])
+    if like.dim() == 4:
+        shape = (BATCH, *shape)
     angles = numbers.uniform(*shape) * 6.0
     return torch.polar(torch.ones_like(angles), angles).requires_grad_(like.requires_grad)
 

@@ -15,6 +15,7 @@ any position.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -160,7 +161,9 @@ class _Encoded(torch.autograd.Function):
         rows = (*(grads if q is None else (q, k)), *grads)
         parameters = (v, theta, column, *positions)
         _launch(_encode_gradient, ctx, rows, parameters, (*of_rows, sums, *turned), flags)
-        parts = sums.sum(0).split(sizes) if any(sizes) else sizes
+        parts: Sequence[Tensor | None] = [None] * len(sizes)
+        if any(sizes):
+            parts = sums.sum(0).split(sizes)
         of_theta, of_column, of_v = (
             None if x is None else part.view_as(x) for x, part in zip(learned, parts, strict=True)
         )
@@ -208,7 +211,9 @@ def _launch(kernel, ctx, rows, parameters, results, flags=None) -> None:
     rows: tensors (B, H, T, .) whose strides it needs. parameters: v, theta, column, and the
         positions of q and of k. results: the first two have one layout of ``result_like``.
     """
-    (batch, heads, queries, width), (*_, keys, _) = ctx.shapes
+    q_shape, k_shape = ctx.shapes
+    batch, heads, queries, width = q_shape
+    keys = k_shape[2]
     v, theta, column, q_positions, k_positions = parameters
     permutes = ctx.variant.permutes
     q_places, q_steps = _with_steps(q_positions)

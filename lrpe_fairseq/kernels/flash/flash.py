@@ -151,7 +151,7 @@ def visible(
 def dropout_of(dropout: float) -> tuple[int, float]:
     """Return the number of STEPS at which a weight is dropped, and the factor of the others."""
     threshold = round(dropout * STEPS)
-    return threshold, STEPS / (STEPS - threshold) if threshold < STEPS else 0.0
+    return threshold, (STEPS / (STEPS - threshold) if threshold < STEPS else 0.0)
 
 
 def dropped(weights: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
@@ -179,12 +179,15 @@ def kept(seed: Tensor, shape: torch.Size, threshold: int) -> Tensor:
 def _philox(seed: Tensor, counter: tuple[Tensor, ...]) -> list[Tensor]:
     """Compute Philox 4x32 with ten rounds: four words of 32 bits as int64."""
     word = 2**32 - 1
-    key = [seed & word, seed >> 32 & word]
+    key = [seed & word, (seed >> 32) & word]
     c = list(counter)
     for _ in range(10):
-        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # modulo 2^64
-        c = [b >> 32 & word ^ c[1] ^ key[0], b & word, a >> 32 & word ^ c[3] ^ key[1], a & word]
-        key = [key[0] + 0x9E3779B9 & word, key[1] + 0xBB67AE85 & word]
+        a = c[0] * 0xD2511F53  # modulo 2^64
+        b = c[2] * 0xCD9E8D57
+        high_a, low_a = (a >> 32) & word, a & word
+        high_b, low_b = (b >> 32) & word, b & word
+        c = [high_b ^ c[1] ^ key[0], low_b, high_a ^ c[3] ^ key[1], low_a]
+        key = [(key[0] + 0x9E3779B9) & word, (key[1] + 0xBB67AE85) & word]
     return c
 
 

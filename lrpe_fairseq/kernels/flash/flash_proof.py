@@ -41,11 +41,17 @@ def key_of(
     given = [terms.get(name) for name in TERMS]
     given.append(None if gates is None else gates[0])
     constants = (
-        *(q.dtype, q.shape[3], v.shape[3], causal, _length_like(q.shape[2])),
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        causal,
+        _length_like(q.shape[2]),
         min(alignment(x) for x in (q, k, v)),
         q.requires_grad or k.requires_grad or v.requires_grad,
         *(x if x is None else x.requires_grad for x in given),
-        *(padding is not None, segments is not None, window is not None),
+        padding is not None,
+        segments is not None,
+        window is not None,
         flash.dropout_of(dropout)[0] > 0,
         _is_clipped(q, k, causal, window, **terms),
     )
@@ -71,8 +77,11 @@ def _is_clipped(q: Tensor, k: Tensor, causal: bool, window: int | None, **terms:
 
 def _lags(queries: int, keys: int, causal: bool, window: int | None) -> tuple[int, int]:
     """Return the first and the last lag that a query sees."""
-    most = keys - 1 if causal else queries - 1
-    return 0 if causal else 1 - keys, most if window is None else min(most, window - 1)
+    first = 0 if causal else 1 - keys
+    last = keys - 1 if causal else queries - 1
+    if window is not None:
+        last = min(last, window - 1)
+    return first, last
 
 
 def example_of(
@@ -115,7 +124,9 @@ def example_of(
     clipped = _is_clipped(q, k, causal, window, **terms)
     lags = _lags(queries, keys, causal, short)
     inputs |= _terms(numbers, gates, terms, (batch, queries, keys), lags, clipped)
-    first = lags[0] + (clipped and inputs["table"] is None)
+    first = lags[0]
+    if clipped and inputs["table"] is None:
+        first += 1
     decays = [_decay(terms.get(name), numbers) for name in ("decay", "score_decay")]
     options = options._replace(first_lag=first, decays=tuple(decays))
     definition = partial(_flash_definition, options=_on_cpu(options))

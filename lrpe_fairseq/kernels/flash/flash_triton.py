@@ -141,7 +141,11 @@ def tile_of(name: str, call: "_Call") -> Tile:
 
 @lru_cache
 def _tile_of(name: str, major: int, wide: bool, load: int, longest: int) -> Tile:
-    tiles = FLOAT32 if wide else LARGE_MEMORY if major in (9, 10) else OTHERS
+    tiles = OTHERS
+    if wide:
+        tiles = FLOAT32
+    elif major in (9, 10):
+        tiles = LARGE_MEMORY
     return next(tile for limit, tile in tiles[name] if load <= limit and tile.queries <= longest)
 
 
@@ -149,6 +153,15 @@ def _tile_of(name: str, major: int, wide: bool, load: int, longest: int) -> Tile
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU; that of an H100 for a CPU, in the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+class _Side(NamedTuple):
+    """The queries or the keys of a call, in tiles."""
+
+    tokens: int
+    size: int
+    segments: Tensor | None
+    padding: Tensor | None
 
 
 class Options(NamedTuple):
@@ -344,23 +357,26 @@ class MaskedCall:
         key = (tile.queries, tile.keys, of_keys)
         if key in self.bounds:
             return self.bounds[key]
-        sides = [(self.queries, tile.queries, segments[0], None)]
-        sides.append((self.keys, tile.keys, segments[1], padding))
-        own, other = reversed(sides) if of_keys else sides
-        count = cdiv(own[0], own[1])
+        of_queries = _Side(self.queries, tile.queries, segments[0], None)
+        of_all_keys = _Side(self.keys, tile.keys, segments[1], padding)
+        own, other = (of_all_keys, of_queries) if of_keys else (of_queries, of_all_keys)
+        masks = (own.segments, other.segments, own.padding, other.padding)
+        count = cdiv(own.tokens, own.size)
         like = self.given[0]
         bounds = torch.empty(self.batch, count, 2, dtype=torch.int32, device=like.device)
         self.bounds[key] = bounds
         launch(
             flash_kernels.bounds_kernel,
             (self.batch * count,),
-            *(like if x is None else x for x in (own[2], other[2], own[3], other[3])),
-            *(bounds, own[0], other[0]),
-            SIZE=own[1],
-            OTHER=other[1],
+            *(like if x is None else x for x in masks),  # a pointer that is not read
+            bounds,
+            own.tokens,
+            other.tokens,
+            SIZE=own.size,
+            OTHER=other.size,
             SEGMENTS=segments[0] is not None,
-            OWN_PADDED=own[3] is not None,
-            OTHER_PADDED=other[3] is not None,
+            OWN_PADDED=own.padding is not None,
+            OTHER_PADDED=other.padding is not None,
             GROUP=16,
         )
         return bounds
@@ -433,7 +449,8 @@ class _Call(MaskedCall):
     def _table_gradient(self, grad: Tensor, stats: Tensor) -> Tensor:
         """Return the gradient (H, R) of a table."""
         q, k, v = self.given
-        rows, size, *_ = self.tile("lag_gradient")
+        tile = self.tile("lag_gradient")
+        rows, size = tile.queries, tile.keys
         ratio, offset, window = rows // size, self.offset, self.window
         least, most = 1 - cdiv(self.keys, size), (cdiv(self.queries, rows) - 1) * ratio
         if self.options.causal:
@@ -466,7 +483,9 @@ class _Call(MaskedCall):
         """What needs registers: terms of the scores, and width."""
         table, *decays = (x is not None for x in (self.table, *self.decays))
         own = sum(x is not None for x in self.own)
-        gates = 0 if self.gates[0] is None else 1 if self.options.causal else 4
+        gates = 0
+        if self.gates[0] is not None:
+            gates = 1 if self.options.causal else 4
         terms = 2 * table + decays[0] + 2 * decays[1] + gates + 3 * (self.threshold > 0) + 3 * own
         width = power_of_two(self.width) + power_of_two(self.values)
         wide = 4 * (width > 128) + 2 * (width > 192) + 4 * (width > 256)

@@ -99,7 +99,9 @@ def tile_of(call: "_Call") -> Tile:
         return Tile(128, 32, 8)
     if wide:
         return Tile(32, 32, 8)
-    return Tile(32, 32, 8 if major == 12 else 4) if extra else Tile(64, 32)
+    if extra:
+        return Tile(32, 32, 8 if major == 12 else 4)
+    return Tile(64, 32)
 
 
 class _Call(MaskedCall):

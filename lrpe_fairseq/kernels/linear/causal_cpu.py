@@ -89,7 +89,7 @@ class _CausalSums(torch.autograd.Function):
         kept = (out, denominators) if wanted == "normalized" else (None, None)
         ctx.settings = wanted, eps
         ctx.save_for_backward(q, k, v, log_decay, states, *kept)
-        return out, denominators if wanted == "sums" else None
+        return out, (denominators if wanted == "sums" else None)
 
     @staticmethod
     def backward(ctx, grad, grad_denominators):

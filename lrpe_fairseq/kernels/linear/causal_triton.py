@@ -71,7 +71,7 @@ def chunked_sums(
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
     rows = (x.contiguous() for x in (q, k, v))  # copied here, inside the autograd graph
     out, denominator = _Sums.apply(*rows, log_decay, wanted, eps)
-    return out, denominator if wanted == "sums" else None
+    return out, (denominator if wanted == "sums" else None)
 
 
 class _Shape(NamedTuple):
@@ -198,13 +198,16 @@ def _shape_of(q: Tensor, v: Tensor, log_decay: Tensor | None) -> _Shape:
 
 def _constants(shape: _Shape, like: Tensor, decay: Tensor | None) -> dict:
     """Return the compile-time arguments of all kernels."""
+    decays = 0
+    if decay is not None:
+        decays = 1 if decay.dim() == 1 else 2
     return {
         "D": shape.keys,
         "E": shape.values,
         "C": CHUNK,
         "BD": shape.key_block,
         "BE": shape.value_block,
-        "DECAYS": 0 if decay is None else 1 if decay.dim() == 1 else 2,
+        "DECAYS": decays,
         "PRECISION": "tf32x3" if like.dtype == torch.float32 else "tf32",
         "num_warps": 4,
     }

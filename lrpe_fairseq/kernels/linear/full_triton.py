@@ -57,7 +57,7 @@ def full_sums(
         of its range); and the denominators for "sums".
     """
     out, denominator = _Full.apply(*map(straight, (q, k, v)), wanted, eps)
-    return out, denominator if wanted == "sums" else None
+    return out, (denominator if wanted == "sums" else None)
 
 
 class _Full(torch.autograd.Function):

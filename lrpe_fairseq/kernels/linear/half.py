@@ -1,9 +1,9 @@
 """The sums of linear attention in PyTorch, with products of half-precision numbers.
 
 They are for GPUs that run no Triton kernels, such as V100, whose tensor cores multiply float16
-numbers and add in float32; the definitions (``kernels.causal``) multiply in float32. Scores, states
-and their sums over chunks are float32. Each is rounded once, as a factor of the next product. Its
-rows or columns are first divided by their largest numbers, so that nothing overflows.
+numbers and add in float32; the definitions (``kernels.linear.causal``) multiply in float32. Scores,
+states and their sums over chunks are float32. Each is rounded once, as a factor of the next
+product. Its rows or columns are first divided by their largest numbers, so that nothing overflows.
 """
 
 import torch

@@ -30,8 +30,9 @@ def causal_key_of(
     if log_decay is not None:
         decay = log_decay.dim(), log_decay.dtype, log_decay.requires_grad
     batch, heads, time = q.shape[:3]
-    parts: Any = fits_registers(q, v) and _in_parts(batch * heads, time, log_decay)
-    if not fits_registers(q, v):
+    if fits_registers(q, v):
+        parts: Any = _in_parts(batch * heads, time, log_decay)
+    else:
         parts = _blocks_of(_chunked_shape(q, v, log_decay))
     return Key(CAUSAL, q.device, (*_constants(q, k, v, wanted), decay, parts))
 
@@ -43,7 +44,11 @@ def full_key_of(q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float) -> Key
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, wanted: str) -> tuple[Any, ...]:
     return (
-        *(v.dtype, q.shape[3], v.shape[3], wanted, min(LONG, power_of_two(q.shape[2]))),
+        v.dtype,
+        q.shape[3],
+        v.shape[3],
+        wanted,
+        min(LONG, power_of_two(q.shape[2])),
         *(alignment(x) == 16 for x in (q, k, v)),
         q.requires_grad or k.requires_grad or v.requires_grad,
     )

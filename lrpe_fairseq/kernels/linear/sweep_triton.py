@@ -84,7 +84,7 @@ def causal_sums(
     if log_decay is not None and log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(q.shape[:3])
     out, denominator = _Sweep.apply(*map(straight, (q, k, v)), log_decay, wanted, eps)
-    return out, denominator if wanted == "sums" else None
+    return out, (denominator if wanted == "sums" else None)
 
 
 class Tile(NamedTuple):
@@ -109,7 +109,12 @@ def tile_of(name: str, call: "_Call") -> Tile:
     small = (name == "key" and not large) or (backward and call.decays and not roomy)
     plain = call.wanted == "numerator" and not call.decays
     long = roomy and plain and (backward or name == "forward")
-    tokens = 16 if wide or small else 64 if long else 32
+    if wide or small:
+        tokens = 16
+    elif long:
+        tokens = 64
+    else:
+        tokens = 32
     warps = 8 if wide or (half and small and not large) else 4
     return Tile(min(tokens, power_of_two(call.q.shape[2])), warps, 2 if tokens == 64 else 3)
 
@@ -167,8 +172,8 @@ class _Call:
         constants |= {**self.constants, "C": tile.tokens}
         constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
         tiles_of_a_part = self.span // tile.tokens
-        kernel, grid = globals()[f"_{name}_kernel"], (self.sequences, self.parts)
-        launch(kernel, grid, *arguments, time, heads, tiles_of_a_part, **constants)
+        grid = self.sequences, self.parts
+        launch(KERNELS[name], grid, *arguments, time, heads, tiles_of_a_part, **constants)
 
     def vector(self, *shape: int) -> Tensor:
         return self.q.new_empty(self.sequences, *shape, dtype=torch.float32)
@@ -272,7 +277,8 @@ def _gradients(
         out, denominator = grad, q
     g = call.vector(q.shape[2]) if grad_denominator is None else grad_denominator
     g = g.float().contiguous()
-    dq, dk, dv = grads = [empty_rows(x) for x in (q, k, v)]
+    grads = [empty_rows(x) for x in (q, k, v)]
+    dq, dk, dv = grads
     products = call.vector(q.shape[2]) if call.with_gates else q
     rows, sums = with_strides(q, k, v, grad, out), (logs, denominator, g)
     constants = {**call.modes, "GRADS": call.with_gates}
@@ -671,3 +677,13 @@ def _key_kernel(
         state, keys = _with_queries(
             state, keys, q, rows, unit, go, f, g, into, whole, KEYS, DECAYS, GRADS
         )
+
+
+KERNELS = {
+    "sums": _sums_kernel,
+    "forward": _forward_kernel,
+    "query": _query_kernel,
+    "later": _later_kernel,
+    "key": _key_kernel,
+}
+"""The kernels that :meth:`_Call.launch` launches, by name."""
