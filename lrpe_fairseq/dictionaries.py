@@ -17,6 +17,8 @@ KEY = "dictionaries"
 model (source or target) -> checksum."""
 SIDES_KEY = "lrpe_dictionaries"
 """Key of an older record, of the sides only."""
+SPECIALS = 4
+"""Symbols that fairseq adds before those of a dictionary: <s>, <pad>, </s> and <unk>."""
 EMBEDDINGS = {
     "encoder.embed_tokens.weight": "source",
     "encoder.sentence_encoder.embed_tokens.weight": "source",

@@ -12,6 +12,7 @@ from lrpe_fairseq.encodings.layers import encoding_options, sizes_of_heads
 from lrpe_fairseq.hf.config import OF_TRAINING, LRPEConfig
 from lrpe_fairseq.patterns import at_layer
 from lrpe_fairseq.safe_loading import load_sound, require_finite
+from lrpe_fairseq.stock import NORMFORMER
 
 Options = Mapping[str, Any]
 FAMILIES = ("lrpe_lm", "lrpe_roberta")
@@ -130,6 +131,7 @@ class Checkpoint:
         }
         return {
             **{name: size for name, size in sizes.items() if size != width},
+            # the weights decide: older versions of lrpe_lm ignored the options
             **{option: self._has(part) for option, part in NORMFORMER.items()},
             "scale_embedding": not own.get("no_scale_embedding"),
             "final_norm": not own.get("no_decoder_final_norm"),
@@ -158,14 +160,6 @@ class Checkpoint:
         return int(next(size for size in given if size))
 
 
-NORMFORMER = {
-    "scale_attn": "attn_ln",
-    "scale_fc": "ffn_layernorm",
-    "scale_heads": "c_attn",
-    "scale_resids": "w_resid",
-}
-"""Options of NormFormer and the parts of a layer. The weights decide: older versions of ``lrpe_lm``
-ignored the options."""
 FIRST_POSITION = 2
 """The row of the first learned position, after those of <s> and <pad>."""
 OFF: tuple[Any, ...] = (None, False, 0, "", "0")

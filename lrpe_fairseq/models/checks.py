@@ -26,6 +26,7 @@ from lrpe_fairseq.encodings.rotations.angles import AngleOptions
 from lrpe_fairseq.encodings.rotations.scaling import BY_TEXT, RotationOptions
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.patterns import OPTIONS, over_layers, values
+from lrpe_fairseq.stock import STOCK
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)  # every layer is checked, and all say the same
@@ -119,19 +120,6 @@ def check_node_positions(model: nn.Module, task: Any) -> None:
                 f"position encoding {encoding.name!r} would read nodes of trees as places of a "
                 "sequence: choose ape-tree or none, or leave out --node-positions"
             )
-
-
-STOCK = {
-    "attention_type": "softmax",
-    "position_encoding": "none",
-    "attention_window": "0",
-    "attention_parts": "none",
-    "kv_heads": "0",
-    "head_dim": "0",
-    "out_bias": "True",
-    "score_scale": "0.0",
-}
-"""The options of cross-attention that is fairseq's own."""
 
 
 def is_stock_cross(options: Any, layer: int) -> bool:

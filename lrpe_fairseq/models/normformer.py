@@ -10,20 +10,14 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-logger = logging.getLogger(__name__)
+from lrpe_fairseq.stock import NORMFORMER
 
-PARTS = {
-    "scale_attn": "attn_ln",
-    "scale_fc": "ffn_layernorm",
-    "scale_heads": "c_attn",
-    "scale_resids": "w_resid",
-}
-"""Option -> the part of a layer, as its weights are named."""
+logger = logging.getLogger(__name__)
 
 
 def add_options(cfg: Any, options: Any) -> None:
     """Give ``cfg``, a TransformerConfig, the options of NormFormer that fairseq's layer reads."""
-    for name in PARTS:
+    for name in NORMFORMER:
         setattr(cfg, name, bool(getattr(options, name, False)))
 
 
@@ -36,7 +30,7 @@ def reset_unbuilt(path: str, state: dict[str, Any]) -> None:
     if not isinstance(model, DictConfig) or not str(model.get("_name")).startswith("lrpe_lm"):
         return
     weights = [name.split(".") for name in state.get("model") or {}]
-    for option, part in PARTS.items():
+    for option, part in NORMFORMER.items():
         # a part of a layer is one word of the name of its weights
         if model.get(option) and not any(part in name for name in weights):
             logger.warning(

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from lrpe_fairseq.encodings import options_of_encodings, options_read_by
 from lrpe_fairseq.errors import refuse
-from lrpe_fairseq.models.checks import STOCK
 from lrpe_fairseq.models.pruning import as_built, is_ours
 from lrpe_fairseq.patterns import OPTIONS, canonical, values
+from lrpe_fairseq.stock import STOCK
 
 logger = logging.getLogger(__name__)
 

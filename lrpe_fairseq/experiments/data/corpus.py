@@ -36,6 +36,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from lrpe_fairseq.dictionaries import SPECIALS as FAIRSEQ_SPECIALS
 from lrpe_fairseq.experiments.records.console import UserError
 from lrpe_fairseq.experiments.records.files import (
     atomic_write,
@@ -45,7 +46,6 @@ from lrpe_fairseq.experiments.records.files import (
 )
 
 SPLITS = ("train", "valid", "test")
-FAIRSEQ_SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, in no dict.txt
 FAIRSEQ_EOS, FAIRSEQ_UNK = 2, 3
 BLOCK = 1 << 20
 COMPRESSED = (zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
@@ -364,18 +364,22 @@ def count_binary(prefix: Path) -> dict[str, int]:
     lengths = row_lengths(prefix)
     samples = len(lengths)
     tokens = int(lengths.sum(dtype=np.int64))
-    width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
-    stored = np.memmap(f"{prefix}.bin", dtype={2: np.uint16, 4: np.int32}[width], mode="r")
+    stored = np.memmap(f"{prefix}.bin", dtype=_id_type(prefix, tokens), mode="r")
     return {"samples": samples, "tokens": tokens, "unknown": int((stored == FAIRSEQ_UNK).sum())}
 
 
 def read_tokens(prefix: Path, limit: int | None = None) -> np.ndarray:
     """Return the ids in ``prefix``.bin, or its first ``limit`` ones, in order: int64 (N,)."""
     tokens = int(row_lengths(prefix).sum(dtype=np.int64))
-    width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
-    kind = {2: np.uint16, 4: np.int32}[width]
+    kind = _id_type(prefix, tokens)
     count = tokens if limit is None else min(limit, tokens)
     return np.fromfile(f"{prefix}.bin", dtype=kind, count=count).astype(np.int64)
+
+
+def _id_type(prefix: Path, tokens: int) -> type[np.integer]:
+    """Return the type in which ``prefix``.bin holds its ids."""
+    width = os.path.getsize(f"{prefix}.bin") // max(tokens, 1)
+    return {2: np.uint16, 4: np.int32}[width]
 
 
 def count_types(dictionary: Path) -> dict[str, int]:

@@ -37,7 +37,6 @@ PERIODIC = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 """Name of a checkpoint that fairseq saves within an epoch; the number counts updates."""
 DICTIONARIES = "dictionaries.json"
 """File next to the checkpoints: path of a dictionary in ``bin`` -> sha256 of its words in order."""
-SPECIALS = 4  # <s>, <pad>, </s>, <unk>: in every fairseq dictionary, but not in dict.txt
 PLAIN = ("common", "distributed_training", "dataset", "optimization", "checkpoint")
 """Sections of fairseq's configuration with one class; the others have a class per ``_name``."""
 SECTIONS = (*PLAIN, "task", "model", "criterion", "optimizer", "lr_scheduler")
@@ -221,7 +220,7 @@ def same_dictionary(
     if not dictionary.is_file():
         return False
     weight = state["model"].get(embedding)
-    size = len(dictionaries.words(dictionary)) + SPECIALS + added
+    size = len(dictionaries.words(dictionary)) + dictionaries.SPECIALS + added
     # Cheap and certain: another size is another dictionary.
     if weight is not None and size != len(weight):
         return False
