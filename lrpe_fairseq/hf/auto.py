@@ -4,6 +4,9 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+CODE = "modeling_lrpe"
+"""The module beside the weights that ``trust_remote_code`` loads."""
+
 
 def register_causal_lm(config: type[PretrainedConfig], model: type[PreTrainedModel]) -> None:
     """Let ``AutoConfig`` and ``AutoModelForCausalLM`` load a language model.

@@ -23,7 +23,7 @@ from lrpe_fairseq.encodings import SPE
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.rotations.cores import after_loading
 from lrpe_fairseq.errors import ChoiceError
-from lrpe_fairseq.hf.auto import register_causal_lm
+from lrpe_fairseq.hf.auto import CODE, register_causal_lm
 from lrpe_fairseq.hf.cache import state_layer
 from lrpe_fairseq.hf.calls import Call, attended, is_one_sided, padding_of
 from lrpe_fairseq.hf.config import refuse_of_training
@@ -42,7 +42,6 @@ from lrpe_fairseq.hf.families import (
 from lrpe_fairseq.hf.generation import refuse_generation
 from lrpe_fairseq.hf.once import hold_once
 
-CODE = "modeling_lrpe"
 REMOTE_CODE = '''"""The model, for trust_remote_code=True. It needs lrpe_fairseq with [hf]."""
 
 from lrpe_fairseq.hf.converted import converted_classes
@@ -222,9 +221,8 @@ def build(config: PretrainedConfig, options: Options) -> MultiheadAttention:
     if "angles" in options:
         attention.encoding.use_angles(options["angles"], options["score_factor"])
     if "norm_eps" in options and attention.q_norm is not None:
-        attention.q_norm, attention.k_norm = (
-            HeadNorm(attention.encoding.spec, options["norm_eps"], heads=1) for _ in range(2)
-        )
+        attention.q_norm = HeadNorm(attention.encoding.spec, options["norm_eps"], heads=1)
+        attention.k_norm = HeadNorm(attention.encoding.spec, options["norm_eps"], heads=1)
     return attention
 
 

@@ -56,9 +56,10 @@ def _freeze(model: LRPEForCausalLM, made: LRPEForCausalLM, common: Collection[st
     Parameters that are fixed by their encoding, and learned in another one, stay learned.
     """
     learned = _learned(made)
-    frozen = {*common} & {*learned} & dict(_parameters(model)).keys() - {*_learned(model)}
+    was_frozen = dict(_parameters(model)).keys() - _learned(model).keys()
+    frozen = set(common) & learned.keys() & was_frozen
     if frozen:
-        frozen &= {*_learned(LRPEForCausalLM(copy.deepcopy(model.config)))}
+        frozen &= _learned(LRPEForCausalLM(copy.deepcopy(model.config))).keys()
     for name in frozen:
         learned[name].requires_grad_(False)
 
@@ -87,5 +88,5 @@ def _tensors(model: LRPEForCausalLM) -> dict[str, Tensor]:
 def _common(model: LRPEForCausalLM, made: LRPEForCausalLM) -> dict[str, Tensor]:
     """Return the weights of a model for which another one has a place."""
     known, wanted = _tensors(model), made.state_dict()
-    same = wanted.keys() & known.keys() - _without_place(known, wanted)
+    same = wanted.keys() & (known.keys() - _without_place(known, wanted))
     return {name: known[name] for name in same}

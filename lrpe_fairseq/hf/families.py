@@ -112,7 +112,8 @@ def reasons(config: PretrainedConfig) -> list[str]:
         found += KNOWN_REASONS.get(kind, ())
     if getattr(config, "attn_logit_softcapping", None):
         found.append("attn_logit_softcapping, a soft-cap of scores")
-    if kind in FAMILIES and (clips := FAMILIES[kind].clips) and getattr(config, clips, None):
+    clips = FAMILIES[kind].clips if kind in FAMILIES else ""
+    if clips and getattr(config, clips, None):
         found.append(f"{clips}, limits of q, k and v")
     if getattr(config, "add_cross_attention", False):
         found.append("add_cross_attention")
@@ -166,12 +167,15 @@ def _of_layer(config: PretrainedConfig, layer: int) -> Options:
         found["num_kv_heads"] = kv_heads
     if heads * width != config.hidden_size:
         found["head_dim"] = width
-    if (window := window_of(config, layer)) is not None:
+    window = window_of(config, layer)
+    if window is not None:
         found["window"] = window
     if own.norms:
         found |= {"parts": "qk-norm", "norm_eps": config.rms_norm_eps}
-    if kind_of(config) == "gpt2" and (scale := _scale_of_gpt2(config, layer)) != width**-0.5:
-        found["score_scale"] = scale
+    if kind_of(config) == "gpt2":
+        scale = _scale_of_gpt2(config, layer)
+        if scale != width**-0.5:
+            found["score_scale"] = scale
     return found | _encoding(config, layer)
 
 
@@ -195,7 +199,8 @@ def _encoding(config: PretrainedConfig, layer: int) -> Options:
     if not rope or (own.skips and not config.no_rope_layers[layer]):
         return {"position_encoding": "none"}
     found: Options = {"position_encoding": "rope", "rotation_base": float(rope["rope_theta"])}
-    if (fraction := turned_fraction(config)) != 1:
+    fraction = turned_fraction(config)
+    if fraction != 1:
         found["rotation_fraction"] = fraction
     kind = rope.get("rope_type", "default")
     if kind == "linear":

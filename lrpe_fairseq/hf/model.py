@@ -29,6 +29,7 @@ from lrpe_fairseq.attention.tokens import Given
 from lrpe_fairseq.encodings import SPE
 from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.encodings.rotations.cores import after_loading
+from lrpe_fairseq.hf.auto import CODE
 from lrpe_fairseq.hf.cache import (
     CACHE_NAME,
     StateLayer,
@@ -48,8 +49,6 @@ from lrpe_fairseq.hf.config import LRPEConfig, attention_arguments
 from lrpe_fairseq.hf.generation import refuse_generation
 from lrpe_fairseq.hf.once import hold_once
 
-CODE = "modeling_lrpe"
-"""The module beside the weights that ``trust_remote_code`` loads."""
 REMOTE_CODE = '''"""The model, for trust_remote_code=True. It needs lrpe_fairseq with [hf]."""
 
 from lrpe_fairseq import hf
@@ -333,7 +332,7 @@ class LRPEModel(LRPEPreTrainedModel):
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         call = self._call(input_ids, attention_mask, embedded)
         x = self._embedded(embedded, call, past)
-        x, inner = self._layers(x.transpose(0, 1).contiguous(), call, past)
+        x, inner = self._through_layers(x.transpose(0, 1).contiguous(), call, past)
         states = tuple(y.transpose(0, 1) for y in inner) if output_hidden_states else None
         found = {CACHE_NAME: cache, "hidden_states": states}
         return BaseModelOutputWithPast(last_hidden_state=x.transpose(0, 1), **found)
@@ -367,7 +366,7 @@ class LRPEModel(LRPEPreTrainedModel):
             x = x * (1 - call.padding.unsqueeze(-1).type_as(x))
         return x
 
-    def _layers(
+    def _through_layers(
         self, x: Tensor, call: Call, past: list[StateLayer | None]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the features (T, B, C) of x (T, B, C), and the inputs of all layers with them."""

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, RobertaForMaskedLM, RobertaTokenizerF
 
 from lrpe_fairseq import safe_loading
 from lrpe_fairseq.attention.projected import split_in_projections
+from lrpe_fairseq.dictionaries import SPECIALS
 from lrpe_fairseq.errors import ChoiceError
 
 ENCODER = "encoder.sentence_encoder."
@@ -49,8 +50,6 @@ OF_FAIRSEQ = {
     "no_token_positional_embeddings": False,
 }
 """Options of fairseq's roberta with the values that an import represents: the defaults."""
-SPECIALS = 4
-"""Symbols that fairseq adds before those of a dictionary: <s>, <pad>, </s> and <unk>."""
 
 
 class Pieces(NamedTuple):
@@ -124,7 +123,11 @@ def of_hugging_face(model: RobertaForMaskedLM, tokenizer: Pieces | None = None) 
     _refuse(_reasons(config))
     state = {name: tensor.float() for name, tensor in model.state_dict().items()}
     types = state.pop("roberta.embeddings.token_type_embeddings.weight")
-    weights = {new: state[old] for old in state if (new := _renamed(old))}
+    weights = {}
+    for old, tensor in state.items():
+        new = _renamed(old)
+        if new:
+            weights[new] = tensor
     positions = f"{ENCODER}embed_positions.weight"
     weights[positions] = weights[positions] + types[0]  # not in place: they are the model's
     options = _options(weights, config.num_attention_heads)
@@ -148,7 +151,8 @@ def _reasons(config: PretrainedConfig) -> list[str]:
         reasons.append(f"pad_token_id {config.pad_token_id}")
     if getattr(config, "is_decoder", False):
         reasons.append("causal attention (is_decoder)")
-    if (kind := getattr(config, "position_embedding_type", None) or "absolute") != "absolute":
+    kind = getattr(config, "position_embedding_type", None) or "absolute"
+    if kind != "absolute":
         reasons.append(f"position_embedding_type {kind}")
     return reasons
 
@@ -177,8 +181,10 @@ def _renamed(name: str) -> str:
 
 def _begun(names: Mapping[str, str], part: str, before: str) -> str:
     """Return a name whose beginning is renamed, after ``before``; empty if it has none of these."""
-    found = (new + part.removeprefix(old) for old, new in names.items() if part.startswith(old))
-    return next((before + name for name in found), "")
+    for old, new in names.items():
+        if part.startswith(old):
+            return before + new + part.removeprefix(old)
+    return ""
 
 
 def of_fairseq(path: Path) -> Imported:
@@ -187,8 +193,8 @@ def of_fairseq(path: Path) -> Imported:
     Raises: ChoiceError for another checkpoint, and for options that an import does not represent.
     """
     state = safe_loading.load_any(path)
-    given = state["cfg"]["model"] if state.get("cfg") else state.get("args")
-    options = given if isinstance(given, dict) else vars(given or Namespace())
+    stored = state["cfg"]["model"] if state.get("cfg") else state.get("args")
+    options = stored if isinstance(stored, dict) else vars(stored or Namespace())
     weights = {_of_today(name): tensor for name, tensor in state["model"].items()}
     split_in_projections(weights)
     weights = {
@@ -199,7 +205,9 @@ def of_fairseq(path: Path) -> Imported:
     heads = options.get("encoder_attention_heads")
     given = {name: options.get(name, usual) for name, usual in OF_FAIRSEQ.items()}
     other = [f"{name} {value}" for name, value in given.items() if value != OF_FAIRSEQ[name]]
-    needed = [*IN_EMBEDDINGS.values()][: 1 if other else None]
+    needed = list(IN_EMBEDDINGS.values())
+    if other:
+        needed = needed[:1]
     whole = all(f"{ENCODER}{name}weight" in weights for name in needed)
     if not whole or heads is None or "position_encoding" in options:  # the last is ours
         raise ChoiceError(f"{path} is no checkpoint of fairseq's roberta: name one")
