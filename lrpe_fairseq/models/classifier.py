@@ -25,7 +25,7 @@ from lrpe_fairseq.encodings.core.sharing import share_across_layers
 from lrpe_fairseq.errors import ChoiceError, one_sentence_errors
 from lrpe_fairseq.models.checks import check_probabilities, check_sizes
 from lrpe_fairseq.models.flags import BooleanFlags
-from lrpe_fairseq.models.layers import Encoder, EncoderLayer, stored
+from lrpe_fairseq.models.layers import Encoder, EncoderLayer, contiguous
 from lrpe_fairseq.models.norms import SharedBatchNorm
 from lrpe_fairseq.models.options import AttentionOptions
 from lrpe_fairseq.models.patches import (
@@ -155,7 +155,7 @@ class ClassifierLayer(EncoderLayer):
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: None = None
     ) -> Tensor:
         """Called by fairseq: x (T, B, C), mask (B, T), true at padding -> (T, B, C)."""
-        x = stored(x)
+        x = contiguous(x)
         real = None if encoder_padding_mask is None else ~encoder_padding_mask.T
         # padding is left out of BatchNorm only; a LayerNorm does not mix tokens
         y = normalized(self.self_attn_layer_norm, x, real)

@@ -56,8 +56,8 @@ class EncoderLayer(TransformerEncoderLayerBase):
         return carrying_states(self, super().build_fc2(*sizes))
 
     def forward(self, x: Tensor, *rest: Any, **keywords: Any) -> Tensor:
-        """Compute the layer as fairseq does, on a contiguous x (T, B, C); see :func:`stored`."""
-        return super().forward(stored(x), *rest, **keywords)
+        """Compute the layer as fairseq does, on an x (T, B, C) that is :func:`contiguous`."""
+        return super().forward(contiguous(x), *rest, **keywords)
 
 
 class DecoderLayer(TransformerDecoderLayerBase):
@@ -97,7 +97,7 @@ class DecoderLayer(TransformerDecoderLayerBase):
         # fairseq passes it to self-attention only
         self.self_attn.given.query_padding = self_attn_padding_mask
         keywords["self_attn_padding_mask"] = self_attn_padding_mask
-        return super().forward(stored(x), *rest, **keywords)
+        return super().forward(contiguous(x), *rest, **keywords)
 
 
 class Encoder(TransformerEncoderBase):
@@ -243,7 +243,7 @@ class Decoder(TransformerDecoderBase):
         return None
 
 
-def stored(x: Tensor) -> Tensor:
+def contiguous(x: Tensor) -> Tensor:
     """Return x (T, B, C) contiguous; only the first layer copies, as embeddings are (B, T, C).
 
     Otherwise every norm and every linear map of the stack would copy its input.

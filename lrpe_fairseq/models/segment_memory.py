@@ -96,10 +96,15 @@ class SegmentMemory:
 
         It has the streams that this process has read since :meth:`load`.
         """
-        return {
-            stream: {"blocks": blocks, "inputs": x.cpu(), "documents": d if d is None else d.cpu()}
-            for stream, (blocks, x, d) in self._pasts[True].items()
-        }
+        state = {}
+        for stream, past in self._pasts[True].items():
+            documents = None if past.documents is None else past.documents.cpu()
+            state[stream] = {
+                "blocks": past.blocks,
+                "inputs": past.inputs.cpu(),
+                "documents": documents,
+            }
+        return state
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Restore the memory of training from :meth:`state`, or from those of all processes."""

@@ -92,8 +92,9 @@ def _impossible(part: Any) -> dict[str, Any]:
 
 def _reads_length(part: Any) -> bool:
     """True if a scaling, a spectrum or a floor of angles reads ``context_length``."""
-    usual = {"context_scaling": "none", "angle_floor": "none", "rotation_spectrum": ""}
-    scaling, floor, spectrum = (str(getattr(part, name, x)) for name, x in usual.items())
+    scaling = str(getattr(part, "context_scaling", "none"))
+    floor = str(getattr(part, "angle_floor", "none"))
+    spectrum = str(getattr(part, "rotation_spectrum", ""))
     return scaling != "none" or floor != "none" or spectrum == "turns"
 
 
