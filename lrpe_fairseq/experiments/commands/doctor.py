@@ -189,11 +189,14 @@ def _line(found: Any) -> str:
     if isinstance(found, str):
         return found
     errors = ", ".join(f"{name} {error:.0e}" for name, error in found.errors.items())
-    times = " ".join(
-        f"{'–' if x is None else f'{x:.2f}':>9}" for x in (found.milliseconds, found.pytorch)
-    )
+    times = f"{_time(found.milliseconds)} {_time(found.pytorch)}"
     reason = f"; {found.reason}" if found.reason else ""
     return f"{found.served:18} {times}  {errors} (bound {found.bound:.0e}){reason}"
+
+
+def _time(x: float | None) -> str:
+    text = "–" if x is None else f"{x:.2f}"
+    return f"{text:>9}"
 
 
 def _to_report(failed: int, count: int) -> str:

@@ -97,7 +97,7 @@ def _finetunings(options: argparse.Namespace) -> list[TrainingRun]:
     rates = options.lr or table.rates_at(options.scale, ())
     source = source_of(options.checkpoint)
     seeds = range(1, options.seeds + 1)
-    home = options.data and options.data.absolute()
+    home = options.data.absolute() if options.data else None
     made = finetuning_runs(source, config, options.scale, tasks, rates, seeds, home=home)
     # Only the checkpoints that the table names, on its data, fill its cells.
     first = f"runs/{table.pretrained}/{options.scale}-*-seed1/checkpoints/{checkpoints.BEST}"

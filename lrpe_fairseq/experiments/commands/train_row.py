@@ -106,9 +106,8 @@ def _run(options: argparse.Namespace) -> TrainingRun:
     options.scale = options.scale or usual
     wanted = replace(table, rows=[row])
     planned = families.runs(wanted, options.scale, [options.seed])
-    planned = families.with_data(
-        planned, table, options.scale, options.dataset and [options.dataset]
-    )
+    datasets = [options.dataset] if options.dataset else None
+    planned = families.with_data(planned, table, options.scale, datasets)
     # A row with several rates has several runs; the first one is trained.
     run = next((run for run in planned if run.attention_type == options.attention), None)
     if run is None:

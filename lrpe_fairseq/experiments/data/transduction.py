@@ -175,8 +175,8 @@ def breadth_first(tree: Tree) -> Iterator[tuple[Tree, int]]:
 def depth_first(tree: Tree, code: int = 0) -> Iterator[tuple[Tree, int]]:
     """Yield every node with its code: a node, its left subtree, its right subtree."""
     yield tree, code
-    for branch, below in enumerate(tree.children, start=1):
-        yield from depth_first(below, 2 * code + branch)
+    for branch, child in enumerate(tree.children, start=1):
+        yield from depth_first(child, 2 * code + branch)
 
 
 ORDERS = {"breadth": breadth_first, "depth": depth_first}
@@ -203,7 +203,7 @@ def reduce_c3(tree: Tree) -> Tree:
     """
     if not tree.children:
         return tree
-    if any(below.children for below in tree.children):
+    if any(child.children for child in tree.children):
         return Tree(tree.label, tuple(map(reduce_c3, tree.children)))
     exponent = sum(int(leaf.label[1:]) - 1 for leaf in tree.children) % 3
     return Tree(f"l{exponent + 1}")
@@ -213,7 +213,7 @@ def truncate(tree: Tree, label: str) -> Tree:
     """Return the tree with the subtree whose root has this label cut down to that root."""
     if tree.label == label:
         return Tree(label)
-    return Tree(tree.label, tuple(truncate(below, label) for below in tree.children))
+    return Tree(tree.label, tuple(truncate(child, label) for child in tree.children))
 
 
 # ----------------------------------------------------------------------------------------- tasks
@@ -258,8 +258,13 @@ def _mapped(
     answer: Callable[[Tree], Tree],
 ) -> Sample:
     """A tree with labels drawn with repetition, and ``answer`` of it."""
-    leaves, operators = (lambda some=some: some[below(rng, len(some))] for some in labels)
-    tree = labeled(random_shape(rng, _size(rng, scale.depth, 1)), leaves, operators)
+    leaves, operators = labels
+
+    def draw(symbols: list[str]) -> str:
+        return symbols[below(rng, len(symbols))]
+
+    shape = random_shape(rng, _size(rng, scale.depth, 1))
+    tree = labeled(shape, lambda: draw(leaves), lambda: draw(operators))
     return Sample(_traversed(tree, "breadth"), _traversed(answer(tree), order))
 
 
@@ -267,12 +272,16 @@ def _manipulated(
     rng: RandomState, scale: Scale, labels: tuple[list[str], list[str]], order: str
 ) -> Sample:
     """A tree of distinct labels below a command and the label of one of its subtrees' roots."""
-    leaves, (*operators, extract, swap, cut, keep) = labels
+    leaves, operators = labels
+    *operators, extract, swap, cut, keep = operators
     most = 2 * min(len(leaves) - 1, len(operators)) + 1  # nodes, half of them operators
-    sizes = iter(lambda: random_shape(rng, _size(rng, scale.depth, 2) - 1), None)
-    shape = next(s for s in sizes if sum(1 for _ in breadth_first(s)) <= most)
-    drawn = ([some[n] for n in rng.permutation(len(some))] for some in (leaves, operators))
-    tree = labeled(shape, *(iter(some).__next__ for some in drawn))
+    while True:
+        shape = random_shape(rng, _size(rng, scale.depth, 2) - 1)
+        if sum(1 for _ in breadth_first(shape)) <= most:
+            break
+    drawn_leaves = iter([leaves[n] for n in rng.permutation(len(leaves))])
+    drawn_operators = iter([operators[n] for n in rng.permutation(len(operators))])
+    tree = labeled(shape, lambda: next(drawn_leaves), lambda: next(drawn_operators))
     nodes = [node for node, _ in breadth_first(tree)]
     chosen = nodes[below(rng, len(nodes))]
     answers = {

@@ -282,12 +282,15 @@ def evaluated(data: Path) -> list[str]:
 def subsets(splits: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Return a sentence for each split of a manifest that is a subset of the official one."""
     return [
-        f"{'Trained' if split == 'train' else f'Evaluated ({split})'} on a subset: "
-        f"{counts['examples']:,} of {counts['official']:,} examples."
+        f"{_use(split)} on a subset: {counts['examples']:,} of {counts['official']:,} examples."
         for split, counts in splits.items()
         # A subset makes numbers that no published one compares with.
         if counts["examples"] != counts["official"]
     ]
+
+
+def _use(split: str) -> str:
+    return "Trained" if split == "train" else f"Evaluated ({split})"
 
 
 def require_match(checkpoint: Path, data: Path) -> None:

@@ -26,7 +26,10 @@ def _parts(model: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the options of attention of a model, or of each part of a translation model."""
     if "attention_type" in model:
         yield model
-    yield from (own for name in PARTS if isinstance(own := model.get(name), dict))
+    for name in PARTS:
+        own = model.get(name)
+        if isinstance(own, dict):
+            yield own
 
 
 def _divides(options: Mapping[str, Any]) -> bool:

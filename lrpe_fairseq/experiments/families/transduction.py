@@ -44,7 +44,8 @@ def _scripts() -> dict[str, str]:
     for scale in transduction.SCALES:
         for task in transduction.TASKS:
             # Sequences have no order of traversal.
-            for order in [""] if task in transduction.SEQUENCES else transduction.ORDERS:
+            orders = [""] if task in transduction.SEQUENCES else transduction.ORDERS
+            for order in orders:
                 name = f"{transduction.Recipe(task, scale, order).name}-{scale}"
                 script = f"data-prep/algebraic/prepare.py --task {task} --scale {scale}"
                 scripts[name] = f"{script} --order {order}" if order else script

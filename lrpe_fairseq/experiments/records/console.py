@@ -23,9 +23,8 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
     """Decorate the ``main`` of a command: errors for users become one line and status 2.
 
     Errors for users are UserError, ValueError, OSError and a module that an extra of this package
-    installs. Any other exception keeps its
-    traceback. ``main`` returns its exit status; None counts as 0. A command whose reader has ended,
-    such as ``head``, ends silently.
+    installs. Any other exception keeps its traceback. ``main`` returns its exit status; None counts
+    as 0. A command whose reader has ended, such as ``head``, ends silently.
     """
 
     def decorate(main: Main) -> Callable[..., int]:

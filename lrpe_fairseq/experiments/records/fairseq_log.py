@@ -231,8 +231,9 @@ def _simple(kind: str, text: str) -> dict[str, str]:
     Raises: ValueError or KeyError if the number of updates is missing or truncated.
     """
     values = dict(PAIR.findall(text))
-    int(values["num_updates"])
+    int(values["num_updates"])  # raises
     if kind == "valid":
         return {f"valid_{name}": value for name, value in values.items()}
-    values["wall"]  # the last one
+    if "wall" not in values:  # the last one
+        raise KeyError("wall")
     return values

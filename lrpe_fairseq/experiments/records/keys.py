@@ -24,6 +24,7 @@ from lrpe_fairseq.experiments.records.tables import (
     file_name,
     short,
 )
+from lrpe_fairseq.stock import STOCK
 
 Sides = str | Mapping[str, str]
 """A name, or those of encoder and decoder."""
@@ -34,17 +35,6 @@ FREQUENCY = "optimization.update_freq"
 WORLD = "distributed_training.distributed_world_size"
 ABSENT = object()
 CROSS = "model.cross."
-STOCK = {
-    "attention_type": "softmax",
-    "position_encoding": "none",
-    "attention_window": "0",
-    "attention_parts": "none",
-    "kv_heads": "0",
-    "head_dim": "0",
-    "out_bias": "True",
-    "score_scale": "0.0",
-}
-"""The options of cross-attention that is fairseq's own."""
 
 
 class Key(NamedTuple):
@@ -76,15 +66,19 @@ def key(table: Table, run: Run) -> Key:
 
 def key_at(table: Table, row: Row, column: Column) -> Key:
     """Return the key of the cell at ``row`` and ``column``."""
-    fixed = table.fixed
+    attention = dict.fromkeys(HALVES, row.attention_in(column))
+    encoding = dict.fromkeys(HALVES, row.encoding)
     # An encoder-decoder table varies one half; the other is the same in all cells.
-    sides = [
-        {**dict.fromkeys(HALVES, name), **({fixed["side"]: fixed[what]} if fixed else {})}
-        for name, what in ((row.attention_in(column), "attention"), (row.encoding, "encoding"))
-    ]
+    if table.fixed:
+        attention[table.fixed["side"]] = table.fixed["attention"]
+        encoding[table.fixed["side"]] = table.fixed["encoding"]
     chosen = {**table.options, **row.overrides, **column.overrides}
-    attention, encoding = map(_canonical, ("attention_type", "position_encoding"), sides)
-    return Key(attention, encoding, _changed(table, chosen), column.dataset)
+    return Key(
+        _canonical("attention_type", attention),
+        _canonical("position_encoding", encoding),
+        _changed(table, chosen),
+        column.dataset,
+    )
 
 
 def filled(table: Table, run: Run) -> list[tuple[str, str]]:

@@ -92,7 +92,9 @@ class Protocol:
         if kind not in KINDS or len(numbers) not in allowed or not all(map(_is_length, numbers)):
             raise ValueError(f"there is no protocol {name!r}; the protocols are {FORMS}")
         length = int(numbers[0]) if numbers else 0
-        step = int(numbers[1]) if len(numbers) > 1 else TAIL_STEP if kind == TAIL else 0
+        step = TAIL_STEP if kind == TAIL else 0
+        if len(numbers) > 1:
+            step = int(numbers[1])
         # Tokens beyond the window would never be scored.
         if step > length:
             raise ValueError(f"protocol {name!r} scores {step} tokens of windows of {length}")

@@ -196,7 +196,11 @@ def _check_tokens(split: str, protocols: Run) -> None:
     kinds: dict[str, set[int]] = {}
     for name, count in counts.items():
         kind = name.split("-")[0]
-        part = PAIRED if kind == TRUNCATED else kind if kind in (PAIRED, REPEATED) else "all"
+        part = "all"
+        if kind in (PAIRED, TRUNCATED):
+            part = PAIRED
+        elif kind == REPEATED:
+            part = REPEATED
         kinds.setdefault(part, set()).add(count)
     if any(len(different) > 1 for different in kinds.values()):
         raise ValueError(f"the run's metric {split} counts different tokens: {counts}")

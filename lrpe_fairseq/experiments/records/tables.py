@@ -243,15 +243,17 @@ def repeated(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _repeat(column: dict[str, Any]) -> list[dict[str, Any]]:
     if "for" not in column:
         return [column]
-    choices = [
-        [{name: value, f"{name} title": title} for value, title in titled.items()]
-        for name, values in column.pop("for").items()
-        for titled in [values if isinstance(values, dict) else {v: v for v in values}]
-    ]
-    return [
-        _filled(column, {name: text for choice in combination for name, text in choice.items()})
-        for combination in itertools.product(*choices)
-    ]
+    choices = []
+    for name, values in column.pop("for").items():
+        titles = values if isinstance(values, dict) else {value: value for value in values}
+        choices.append([{name: value, f"{name} title": title} for value, title in titles.items()])
+    repeated = []
+    for combination in itertools.product(*choices):
+        texts = {}
+        for choice in combination:
+            texts |= choice
+        repeated.append(_filled(column, texts))
+    return repeated
 
 
 def _filled(content: Any, texts: dict[str, Any]) -> Any:

@@ -202,11 +202,11 @@ def index(results: Results) -> str:
     settings = [table for table in results.tables.values() if table.page == "settings"]
     known = {name for names in GROUPS.values() for name in names}
     others = [t.name for t in results.tables.values() if t.name not in known and not t.page]
-    groups = {
-        title: [(table, *_first(results, table)) for table in listed]
-        for title, names in {**GROUPS, "Others": others}.items()
-        if (listed := [results.tables[name] for name in names if results.sheets_of(name)])
-    }
+    groups = {}
+    for title, names in {**GROUPS, "Others": others}.items():
+        listed = [results.tables[name] for name in names if results.sheets_of(name)]
+        if listed:
+            groups[title] = [(table, *_first(results, table)) for table in listed]
     values = {"groups": groups, "settings": settings, "not_run": _not_run(results)}
     values["documents"] = documents.table_of_tables(results)
     path = results.root / "results" / "false-orders.json"

@@ -238,11 +238,13 @@ def difference(verdict: orders.Verdict, kind: str) -> str:
     # A bound of a million percent says no more than "over".
     if verdict.high >= HUGE:
         high = f"over +{HUGE:.0f}"
-    return f"{middle}{' ' * bool(verdict.unit)}{verdict.unit} [{low}, {high}]"
+    space = " " if verdict.unit else ""
+    return f"{middle}{space}{verdict.unit} [{low}, {high}]"
 
 
 def _signed(value: float, kind: str) -> str:
     text = size(value, kind)
     # "-0.0" and "+0.0" are both 0.0.
-    zero = not float(text)
-    return text.lstrip("-") if zero else text if value < 0 else f"+{text}"
+    if not float(text):
+        return text.lstrip("-")
+    return text if value < 0 else f"+{text}"

@@ -37,9 +37,11 @@ def panels(results: Results, sheet: Sheet) -> list[plots.Panel]:
     found = []
     # a mean over columns has several trainings
     for view in (view for view in results.headlines(sheet) if not view.column.mean_of):
-        rows = {
-            view.names[row]: line for row in view.ranked() if (line := curve(results, view, row))
-        }
+        rows = {}
+        for row in view.ranked():
+            line = curve(results, view, row)
+            if line:
+                rows[view.names[row]] = line
         if rows:
             title = f"{view.column.attention} attention"
             found.append(plots.Panel(title, "updates", rows, "validation perplexity", "perplexity"))

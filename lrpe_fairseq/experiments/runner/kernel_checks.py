@@ -125,7 +125,8 @@ def _encode(sizes: Sizes, dtype: torch.dtype, device: str, name: str) -> Call:
         named = zip((f"encoding.{n}" for n in learned), parameters, strict=True)
         return torch.func.functional_call(module, dict(named), (q, k, at))
 
-    return Call(leaves, *(partial(compute, by) for by in ("kernel", "definition", "definition")))
+    definition = partial(compute, "definition")
+    return Call(leaves, partial(compute, "kernel"), definition, definition)
 
 
 class _Encodes(nn.Module):
@@ -241,8 +242,17 @@ class _Attends(nn.Module):
 
 
 ENCODINGS = (
-    *("rope", "rope-2d-mixed", "cosformer", "fope", "lrpe-type1", "lrpe-type3", "lrpe-type4"),
-    *("lrpe-type5", "lrpe-type7", "lrpe-tmlr-type1", "permuteformer"),
+    "rope",
+    "rope-2d-mixed",
+    "cosformer",
+    "fope",
+    "lrpe-type1",
+    "lrpe-type3",
+    "lrpe-type4",
+    "lrpe-type5",
+    "lrpe-type7",
+    "lrpe-tmlr-type1",
+    "permuteformer",
 )
 CHECKS: dict[str, Callable[..., Call]] = {
     "linear, causal": partial(_linear, causal=True),

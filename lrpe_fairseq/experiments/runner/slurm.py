@@ -47,8 +47,10 @@ runs=({runs})
 while kill -0 $! 2>/dev/null; do wait $!; done
 wait $!
 status=$?
-[ $status -eq 0 ] || [ "$told" = TERM ] && exit $status
-[ "$told" = USR1 ] || echo $status >> "$failures" || exit $status  # a full disk
+if [ $status -eq 0 ] || [ "$told" = TERM ]; then exit $status; fi
+if [ "$told" != USR1 ]; then
+  echo $status >> "$failures" || exit $status  # a full disk
+fi
 if [ ! -e "$failures" ] || [ "$(wc -l < "$failures")" -le {restarts} ]; then
   scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" && exec sleep 600
 fi

@@ -10,7 +10,7 @@ file that only lacks evaluations gets them from the checkpoint, without training
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,11 @@ from lrpe_fairseq.experiments.records import (
 from lrpe_fairseq.experiments.records.bases import BaseError
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, first_shard, load_config, relative
 from lrpe_fairseq.experiments.records.keys import RATE, WORLD, Cell
-from lrpe_fairseq.experiments.records.machine import environment
-from lrpe_fairseq.experiments.records.machine import machine as machine_here
+from lrpe_fairseq.experiments.records.machine import environment, machine
 from lrpe_fairseq.experiments.records.runs import Evaluations, Run, read_run, write_run
 from lrpe_fairseq.experiments.records.tables import Table
 from lrpe_fairseq.experiments.runner import branches, identity, processes
-from lrpe_fairseq.experiments.runner import devices as machine
+from lrpe_fairseq.experiments.runner import devices as device_rules
 from lrpe_fairseq.experiments.runner.devices import BIN, Devices
 from lrpe_fairseq.experiments.runner.processes import Children, Diverged, RunFailed, Shell
 
@@ -101,15 +100,16 @@ class TrainingRun(ABC):
             base, _ = precision.parted(scale)
             data = ROOT / "data" / cls.data_name.format(dataset=cell.dataset, scale=base)
         # One run without a rate in its name, unless the family searches rates.
-        rates: list[Any] = [""]
+        rates: list[float | None] = [None]
         if "{lr}" in cls.run_name:
             rates = table.rates_at(scale, cell.rates) or list(yaml.optimization.lr)
         made = []
-        pattern = cls.run_name.replace("{dataset}-", "{dataset}-" if cell.dataset else "")
+        pattern = cls.run_name if cell.dataset else cls.run_name.replace("{dataset}-", "")
         known = {"scale": scale, "cell": cell.name, "dataset": cell.dataset, "seed": seed}
-        for lr in (f"{rate:g}" if rate else "" for rate in rates):
+        for rate in rates:
+            lr = f"{rate:g}" if rate else ""
             name = pattern.format(**known, data=data.name, lr=lr)
-            rate = (f"{RATE}=[{lr}]",) if lr else ()
+            of_rate = (f"{RATE}=[{lr}]",) if lr else ()
             run = cls(
                 experiment=table.name,
                 label=cell.label,
@@ -121,7 +121,11 @@ class TrainingRun(ABC):
                 scale=scale,
                 folder=ROOT / "runs" / table.name / name,
                 result=ROOT / "results" / "runs" / table.name / f"{name}.json",
-                overrides=(*rate, *cls._overrides(cell, yaml), *precision.overrides(scale, yaml)),
+                overrides=(
+                    *of_rate,
+                    *cls._overrides(cell, yaml),
+                    *precision.overrides(scale, yaml),
+                ),
                 evaluations=tuple(dict.fromkeys([*cls.always, *cell.evaluations])),
                 **cls.fields_of(table),
             )
@@ -131,13 +135,14 @@ class TrainingRun(ABC):
     @classmethod
     def _overrides(cls, cell: Cell, yaml: Any) -> tuple[str, ...]:
         """Return the cell's other options that the YAML contradicts, then the cell's changes."""
+
+        def words(options: Iterable[tuple[str, str]]) -> list[str]:
+            return [_override(key, value) for name, value in options for key in cls.keys_of(name)]
+
         # Usual values are set only where the YAML has others: commands stay short.
         usual = [pair for pair in cell.options if pair not in cell.changed]
-        words, changes = (
-            [_override(key, value) for option, value in part for key in cls.keys_of(option)]
-            for part in (usual, cell.changed)
-        )
-        return (*(word for word in words if _contradicts(word, yaml)), *changes)
+        contradicted = [word for word in words(usual) if _contradicts(word, yaml)]
+        return (*contradicted, *words(cell.changed))
 
     @classmethod
     def keys_of(cls, option: str) -> list[str]:
@@ -219,7 +224,7 @@ class TrainingRun(ABC):
             "common.tensorboard_logdir": relative(self.folder / "tensorboard"),
             **self._log_format(),
             "checkpoint.save_dir": relative(self.checkpoints),
-            **machine.parse_overrides(self.overrides),
+            **device_rules.parse_overrides(self.overrides),
         }
 
     def _log_format(self) -> dict[str, str]:
@@ -246,36 +251,36 @@ class TrainingRun(ABC):
         """
         chosen = self.chosen()
         if processes > 1:
-            chosen |= machine.divided(self.settings(), processes)
+            chosen |= device_rules.divided(self.settings(), processes)
         chosen[WORLD] = str(processes)  # fairseq's default is all GPUs
         return [
             str(BIN / "fairseq-hydra-train"),
             *("--config-dir", str(CONFIGS / self.configs), "--config-name", self.config),
-            *(machine.hydra_override(key, value) for key, value in chosen.items()),
+            *(device_rules.hydra_override(key, value) for key, value in chosen.items()),
         ]
 
     def usable(self, devices: Devices, say: Say) -> Devices:
         """Return ``devices``, with fewer GPUs if an update cannot be divided equally among all."""
         settings = self.settings()
-        able = (part for part in devices.parts() if machine.division(settings, part.processes))
+        able = (part for part in devices.parts() if device_rules.division(settings, part.processes))
         part = next(able, devices)
         if part != devices:
             say(
                 f"{devices.processes} GPUs cannot have equal parts of "
-                f"{machine.described(settings)}, so {part.processes} of them are used"
+                f"{device_rules.described(settings)}, so {part.processes} of them are used"
             )
         return part
 
     def equal_parts(self, processes: int) -> int:
         """Return how many of the processes of a machine can have equal parts of an update."""
         settings = self.settings()
-        able = (n for n in range(processes, 1, -1) if machine.division(settings, n))
+        able = (n for n in range(processes, 1, -1) if device_rules.division(settings, n))
         return next(able, 1)
 
     def divided(self, processes: int) -> str:
         """Return in words how processes share an update, as :meth:`usable` chooses them."""
         settings, count = self.settings(), self.equal_parts(processes)
-        parts = machine.divided(settings, count) if count > 1 else {}
+        parts = device_rules.divided(settings, count) if count > 1 else {}
         parts = parts or {"optimization.update_freq": str(list(settings.optimization.update_freq))}
         said = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in parts.items())
         return f"{count} of {processes} processes, world size {count}, {said}"
@@ -420,7 +425,7 @@ class TrainingRun(ABC):
         say(f"evaluating {words}; nothing is trained")
         measured = replace(self, evaluations=missing).measure(run)
         checksums = self.data_checksums()
-        write_run(self.result, runs.with_evaluations(known, measured, checksums, machine_here()))
+        write_run(self.result, runs.with_evaluations(known, measured, checksums, machine()))
 
     def _has_checkpoint_of(self, known: Run) -> bool:
         """True if the folder has the checkpoints of the training whose run file is ``known``."""
@@ -519,8 +524,12 @@ class TrainingRun(ABC):
             )
         lost = "diverged_at" in measured
         # A training that diverged has no best checkpoint to describe.
-        names = (checkpoints.CRASH,) * 2 if lost else (checkpoints.BEST, checkpoints.LAST)
-        best, last = (checkpoints.load(self.checkpoints / name) for name in names)
+        best = checkpoints.load(
+            self.checkpoints / (checkpoints.CRASH if lost else checkpoints.BEST)
+        )
+        last = checkpoints.load(
+            self.checkpoints / (checkpoints.CRASH if lost else checkpoints.LAST)
+        )
         log = fairseq_log.read_training_log(self.log)
         logs = [self.log, *self.folder.glob("eval*.log")]
         optional = {
