@@ -158,12 +158,25 @@ def test_bad_values_and_a_floor_without_a_length_are_refused_in_one_sentence():
 
 
 def test_a_grid_of_rows_and_columns_has_a_floor_on_each_axis():
-    given = options_of(length=28, grid_width=28, position_grid="axial")
+    given = options_of(length=28 * 64, grid_width=28, position_grid="axial")
     encoding = build_encoding("lrpe-type2", D, HEADS, options=given)
-    for part in encoding.parts:
+    for part, side in ((encoding.row, 64), (encoding.column, 28)):
         theta = part.core.angles.detach()
-        assert bool(((theta == 0) | (theta * 28 >= 2 * math.pi)).all())
+        wanted = frequencies(CORE_OF["lrpe-type2"], D // 2)
+        assert torch.equal(theta == 0, wanted * side < 2 * math.pi)
         assert bool((theta == 0).any())
+
+
+def test_a_floor_that_leaves_no_angle_is_refused():
+    with pytest.raises(ChoiceError, match="leaves no angle: none turns once in 6 tokens"):
+        encoding_of("rope", length=6)
+    assert bool(encoding_of("rope", "clip", length=6).core.angles.any())
+
+
+def test_a_base_of_the_spectrum_without_one_is_refused():
+    given = {"rotation_spectrum": "turns", "context_length": 64, "rotation_base": 500.0}
+    with pytest.raises(ChoiceError, match="--rotation-base is not read"):
+        EncodingOptions(**given)
 
 
 # --- the denominator ------------------------------------------------------------------------------
@@ -323,9 +336,7 @@ def test_half_types_do_not_round_angles_and_floors(name, floor, parameter, dtype
 def test_context_scaling_acts_on_the_angles_after_the_floor(floor, parameter, scaling):
     given = {"context_scaling": scaling, "context_factor": 4.0}
     found = encoding_of("lrpe-type2", floor, parameter, **given).core.angles.detach()
-    bare = build_encoding(
-        "lrpe-type2", D, HEADS, causal=True, options=EncodingOptions(context_length=L, **given)
-    )
+    bare = encoding_of("lrpe-type2", "none", **given)
     theta = encoding_of("lrpe-type2", floor, parameter).core.angles.detach()
     bare.double().core.theta.data = theta.double()
     torch.testing.assert_close(found.double(), bare.core.angles.detach(), rtol=1e-12, atol=0)
@@ -381,6 +392,22 @@ def test_a_checkpoint_with_the_other_floor_is_refused_in_one_sentence(name, trai
     )
     with pytest.raises(ChoiceError, match=said) as refused:
         encoding_of(name, chosen).load_state_dict(saved)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("trained", "chosen", "said"),
+    [
+        (("turn", "plain"), ("none", "plain"), "with --angle-floor turn: read it with"),
+        (("clip", "plain"), ("none", "plain"), "with --angle-floor clip: read it with"),
+        (("none", "plain"), ("turn", "plain"), "with --angle-floor none: read it with"),
+        (("none", "log"), ("none", "plain"), "read it with --angle-parameter log"),
+    ],
+)
+def test_a_checkpoint_with_other_angles_is_refused_in_one_sentence(trained, chosen, said):
+    saved = encoding_of("lrpe-type2", *trained).state_dict()
+    with pytest.raises(ChoiceError, match=said) as refused:
+        encoding_of("lrpe-type2", *chosen).load_state_dict(saved)
     assert "\n" not in str(refused.value)
 
 
@@ -545,7 +572,7 @@ def test_a_checkpoint_of_angles_with_a_rate_of_their_own_is_read_to_the_last_bit
         ("rope", {"angle_lr_scale": 0.5}, "has fixed angles: leave out --angle-lr-scale"),
         ("fox", {"angle_lr_scale": 0.5}, "does not support --angle-lr-scale: leave it out, or"),
         ("alibi", {"angle_floor": "turn", "context_length": 8}, "support --angle-floor: leave it"),
-        ("lrpe-type2", {"angle_lr_scale": 0.0}, "--angle-lr-scale must be above 0, not 0"),
+        ("lrpe-type2", {"angle_lr_scale": 0.0}, "--angle-lr-scale must be at least 1e-06"),
         (
             "lrpe-type2",
             {"angle_lr_scale": 0.5, "angle_parameter": "log"},

@@ -49,7 +49,8 @@ class AngleOptions:
         1.0,
         "LRPE with learned angles: their learning rate under Adam, in units of that of the other "
         "parameters",
-        above=0,
+        least=1e-6,
+        most=1e6,
     )
 
     def __post_init__(self) -> None:
@@ -71,7 +72,8 @@ class AngleFloor(nn.Module):
 
     Args:
         kind: "turn" or "clip". theta: the angles at the start, (E,) float64. length: L.
-    Raises: ChoiceError if L is not known, and if a checkpoint has the other kind.
+    Raises: ChoiceError if L is not known, if "turn" would fix every angle at 0, and if a checkpoint
+        has the other kind.
     """
 
     def __init__(self, kind: str, theta: Tensor, length: int) -> None:
@@ -82,6 +84,11 @@ class AngleFloor(nn.Module):
             )
         self.kind = kind
         turning = theta.abs() * length >= 2 * math.pi
+        if kind == "turn" and theta.any() and not turning.any():
+            raise ChoiceError(
+                f"--angle-floor turn leaves no angle: none turns once in {length} tokens; choose "
+                "--angle-floor clip, or leave the floor out"
+            )
         self.register_buffer("turning", turning | (theta == 0) if kind == "clip" else turning)
         self.register_buffer("length", torch.tensor(length, device="cpu"))
         self.register_buffer("clips", torch.tensor(kind == "clip", device="cpu"))
@@ -109,6 +116,24 @@ def _check_kind(floor: AngleFloor, state: dict, prefix: str, *rest: object) -> N
         raise ChoiceError(
             f"the checkpoint was trained with --angle-floor {kind}, not {floor.kind}: read it with "
             f"--angle-floor {kind}"
+        )
+
+
+def require_same_angles(
+    core: nn.Module, state: dict, prefix: str, _metadata: dict, strict: bool, *rest: object
+) -> None:
+    """Refuse a checkpoint whose angles have another floor or form than the core that reads it."""
+    floored = f"{prefix}floor.turning" in state
+    if strict and floored != (core.floor is not None):
+        clips = state.get(f"{prefix}floor.clips")
+        kind = ("clip" if clips else "turn") if floored else "none"
+        raise ChoiceError(
+            f"the checkpoint was trained with --angle-floor {kind}: read it with --angle-floor "
+            f"{kind}"
+        )
+    if f"{prefix}log_theta" in state and not isinstance(core, Logarithmic):
+        raise ChoiceError(
+            "the checkpoint has logarithms of angles: read it with --angle-parameter log"
         )
 
 

@@ -29,6 +29,7 @@ from lrpe_fairseq.encodings.rotations.angles import (
     Logarithmic,
     Slow,
     floor_of,
+    require_same_angles,
 )
 from lrpe_fairseq.encodings.rotations.permutations import CyclicPowers, permute
 from lrpe_fairseq.encodings.rotations.scaling import RotationOptions, scaled
@@ -91,6 +92,7 @@ class Rotation(nn.Module):
         # Not a buffer: transformers replaces buffers that are not saved by uninitialized memory.
         self.zeros_at_start = tuple((theta == 0).tolist())
         self.floor: AngleFloor | None = floor_of(spec, theta) if floored else None
+        self.register_load_state_dict_pre_hook(require_same_angles)
         self.register_frequencies(theta)
         self.register_load_state_dict_post_hook(_after_loading)
         scaled(theta, self.options)  # raises for another number of factors

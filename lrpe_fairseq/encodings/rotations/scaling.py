@@ -85,6 +85,11 @@ class RotationOptions:
             raise ChoiceError(
                 f"--context-scaling {kind} needs --context-length, the tokens of a text in training"
             )
+        if self.rotation_spectrum == "turns" and self.rotation_base:
+            raise ChoiceError(
+                "--rotation-base is not read by --rotation-spectrum turns, whose angles have no "
+                "base: leave it out"
+            )
         if self.rotation_spectrum == "turns" and self.context_length < 2:
             raise ChoiceError(
                 "--rotation-spectrum turns needs --context-length, at least 2 tokens of a text in "

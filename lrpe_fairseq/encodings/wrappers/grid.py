@@ -1,5 +1,6 @@
 """Positions on a grid of width W, numbered row by row, for any decomposable encoding."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -58,11 +59,10 @@ class GridEncoding(QueryKeyEncoding):
                 f"position grid {self.grid!r} halves the features of a head, so the head width "
                 f"must be even, got {spec.head_dim}"
             )
-        # a part reads an axis, which is a sequence: it has no grid of its own
-        flat = EncodingOptions(spec.options.fidelity, **spec.options.values)
         width = spec.head_dim // len(names)
         for number, axis in enumerate(names):
             seed = len(names) * spec.seed + number
+            flat = _options_on(axis, spec.options)
             part = construct(replace(spec, head_dim=width, seed=seed, options=flat))
             part.name = part.inner_name = f"{name} ({axis})"
             setattr(self, axis, part)
@@ -154,6 +154,20 @@ class GridEncoding(QueryKeyEncoding):
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.chunk(len(self.parts), -1)
+
+
+def _options_on(axis: str, options: EncodingOptions) -> EncodingOptions:
+    """Return the options of the encoding of an axis, which is a sequence without a grid.
+
+    Its length of training is the number of positions on the axis.
+    """
+    values = dict(options.values)
+    length = values.get("context_length")
+    if length:
+        rows = math.ceil(length / options.grid_width)
+        of_axis = {"row": rows, "column": options.grid_width, "cell": rows + options.grid_width - 1}
+        values["context_length"] = of_axis[axis]
+    return EncodingOptions(options.fidelity, **values)
 
 
 def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
