@@ -123,3 +123,22 @@ def test_few_rows_have_no_correlation_and_columns_without_runs_are_named(checkou
 
 def test_a_table_without_runs_says_so_without_a_link(checkout):
     assert lines(checkout, {}) == [["Table 1: demo", "not run", "", "", "", "a reason"]]
+
+
+def test_rows_of_the_document_are_named_in_a_column_without_published_numbers(checkout):
+    runs = {f"demo/{name}": run(name, 40.0) for name in NAMES[:9]}
+    for one in runs.values():
+        one["metrics"]["test"] = one["metrics"]["valid"]
+    [line] = lines(checkout, runs, columns=["softmax-other"])
+    assert line[5] == "M9 and M10; a reason"
+
+
+def test_a_column_that_another_scale_has_is_not_missing(checkout):
+    path = checkout / "configs" / "tables" / "demo.yaml"
+    two = "scales: {small: configs/lm/wikitext2.yaml, books: configs/lm/gutenberg.yaml}"
+    path.write_text(path.read_text().replace("scales: {small: configs/lm/wikitext2.yaml}", two))
+    every = {"demo/a": run("rope", 40.0), "demo/b": {**run("rope", 40.0), "scale": "books"}}
+    every["demo/b"]["metrics"] = {"test": every["demo/b"]["metrics"]["valid"]}
+    first, second = lines(checkout, every, columns=["softmax-valid", "softmax-other"])
+    assert [first[1], second[1]] == ["`small`", "`books`"]
+    assert not any("`other`" in line[5] or "`valid`" in line[5] for line in (first, second))

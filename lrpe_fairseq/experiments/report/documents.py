@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from lrpe_fairseq.experiments.records.tables import Column, Row
 from lrpe_fairseq.experiments.report import markdown, orders
 from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.published import read_paper
@@ -113,29 +114,35 @@ def missing(results: Results, views: Sequence[ColumnView], item: dict[str, Any])
     columns = {text: "" if len(names) == len(views) else f"{markdown.listed(names)}: "
                for text, names in lacking.items()}  # fmt: skip
     rows = [f"{before}{text}" for text, before in columns.items()]
-    rows += _columns_not_run(results, views, item)
+    rows += _columns_not_run(results, item)
     at_paper = {view.scale for view in views} == {PAPER}
     return "; ".join([*rows, *([] if at_paper else [item["missing"]])])
 
 
-def _columns_not_run(
-    results: Results, views: Sequence[ColumnView], item: dict[str, Any]
-) -> list[str]:
-    """Return the titles of the columns of an item without a value at this scale, as one text."""
-    shown = {view.column.key for view in views}
+def _columns_not_run(results: Results, item: dict[str, Any]) -> list[str]:
+    """Return the titles of the columns of an item without a value at any scale, as one text."""
+    shown = {view.column.key for _, views in _groups(results, item) for view in views}
     table = results.tables[item["table"]]
-    titles = [f"`{table.column(key).title}`" for key in item.get("columns", []) if key not in shown]
-    return [markdown.listed(titles)] if titles else []
+    columns = [table.column(key) for key in item.get("columns", []) if key not in shown]
+    # Scales may have a column each for the same data.
+    known = {table.column(key).title for key in shown}
+    titles = dict.fromkeys(f"`{c.title}`" for c in columns if c.title not in known)
+    return [markdown.listed(list(titles))] if titles else []
 
 
 def published_only(root: Path, view: ColumnView) -> list[str]:
-    """Return the methods with a published number in a column that have no value here."""
+    """Return the methods of the document that have no value in a column here."""
     selectors = dict(view.column.paper)
+    # Without published numbers, the rows that are named as in the document.
     if not selectors:
-        return []
+        lacking = [r for r in view.table.rows if r.has(view.column) and r.label not in view.rows]
+        return [name for row in lacking if (name := _method(row, view.column))]
     path = root / "results" / "paper" / selectors.pop("file")
-    ours = set()
-    for row in (view.table.row(label) for label in view.rows):
-        ours.add(row.method.get(view.column.key) if isinstance(row.method, dict) else row.method)
+    ours = {_method(view.table.row(label), view.column) for label in view.rows}
     cells = (cell for cell in read_paper(path) if selectors.items() <= cell.items())
     return list(dict.fromkeys(c["method"] for c in cells if c["value"] and c["method"] not in ours))
+
+
+def _method(row: Row, column: Column) -> str | None:
+    """Return what the document calls a row in a column."""
+    return row.method.get(column.key) if isinstance(row.method, dict) else row.method
