@@ -9,7 +9,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.methods import method, public_name
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import columns, kinds, orders
+from lrpe_fairseq.experiments.report import columns, kinds, orders, priors
 from lrpe_fairseq.experiments.report.results import Results
 from tests.test_results import make_run
 
@@ -130,7 +130,7 @@ def test_a_column_answers_what_a_template_asks(root):
     assert (view.sign("RoPE", "Base"), view.sign("RoPE", "RoPE")) == ("✓", "")
     assert view.sign("RoPE", "Type2") == "="
     assert view.difference("RoPE", "Base").startswith("-17 % [-1")
-    assert view.versus("RoPE", "Base").startswith("better, -17 %")
+    assert view.versus("RoPE", "Base").startswith("better (provisional), -17 %")
     assert view.versus("RoPE", "SPE") == "not measured"
     assert view.text("Base") == "60.30±0.10"
     assert view.named("Type2") == "`lrpe-type2` 50.40"
@@ -144,6 +144,21 @@ def test_a_column_answers_what_a_template_asks(root):
 def test_the_number_of_seeds_is_shown_where_it_differs(root):
     (root / "results" / "runs" / "demo" / "rope-3.json").unlink()
     assert column(root).text("RoPE").endswith("(2)")
+
+
+def test_a_verdict_of_a_measurement_without_a_frozen_prior_is_provisional(root):
+    assert column(root).provisional
+    assert column(root).versus("RoPE", "Base").startswith("better (provisional), -17 %")
+    priors.freeze(root, "0.1")
+    assert not column(root).provisional
+    assert column(root).versus("RoPE", "Base").startswith("better, -17 %")
+
+
+def test_a_row_with_fewer_seeds_than_the_others_says_so_in_a_sentence(root):
+    (root / "results" / "runs" / "demo" / "rope-3.json").unlink()
+    view = column(root)
+    assert view.counted("RoPE").endswith(" (2 seeds)")
+    assert view.counted("Base") == view.named("Base")
 
 
 SCALES = [("ppl", "perplexity", 50_000), ("acc", "fraction", 400), ("loss", "loss", 0)]

@@ -6,6 +6,7 @@ from PIL import Image
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.tables import load_table
 from lrpe_fairseq.experiments.report import curves, maps, plots
+from lrpe_fairseq.experiments.report.published import read_paper
 from lrpe_fairseq.experiments.report.results import Results
 from lrpe_fairseq.experiments.report.speed import against_table9
 
@@ -120,3 +121,26 @@ def test_table_9_stands_beside_measured_speeds():
     assert rows["T5, `t5`"][:3] == ["–", "–", "–"]
     assert rows["Base, `none`"][0] == "1.00"
     assert len({len(line) for line in lines}) == 1
+
+
+def test_a_training_that_rose_again_is_named_with_its_best_and_its_last_validation(results):
+    [sheet] = results.sheets_of("demo")
+    assert curves.ends(results, sheet) == ""
+    results.runs["demo/b"]["curve"][-1]["valid_ppl"] = 8.0
+    assert curves.ends(results, sheet).endswith(
+        "by more than 10 % after it with `rope (softmax)` (seed 2) "
+        "from 7.00 at update 200 to 8.00 at update 300."
+    )
+
+
+def test_a_map_says_how_many_samples_a_cell_has(results):
+    [sheet] = results.sheets_of("demo")
+    assert maps.tests(results, sheet) == "A cell of a map has 10 samples in each seed."
+
+
+def test_table_6_has_every_printed_row_beside_ours():
+    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    section = text.partition("**TMLR LRPE, Table 6**")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    printed = read_paper(ROOT / "results" / "paper" / "tmlr-table6.csv")
+    assert [line.split(" | ")[1] for line in rows] == [cell["printed"] for cell in printed]

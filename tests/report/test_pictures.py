@@ -1,5 +1,6 @@
 """A picture changes only with what it shows: neither with a new encoding nor with another table."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -217,3 +218,23 @@ def test_a_picture_beside_a_papers_values_says_what_it_is():
     note = pages._note(sheet, results.headlines(sheet))
     assert "only orders can be compared" in note
     assert note.endswith("Ours have one seed, so these orders may be chance.")
+
+
+def test_a_number_of_tokens_in_a_title_is_not_one_of_updates():
+    results = results_of(ROOT)
+    context = results.column("medium", "linear-test", "medium-5m")
+    assert pages._title(context) == "Linear attention, 512"
+    assert pages._title(results.column("budget", "linear-1800")) == (
+        "Linear attention, 1,800 updates"
+    )
+
+
+def test_columns_without_a_panel_are_named_below_the_picture():
+    results = results_of(ROOT)
+    view = results.column("extrapolation", "softmax-paired-128")
+    few = dataclasses.replace(
+        results.column("extrapolation", "linear-paired-128"), cells={"RoPE": {1: 9.0}}
+    )
+    note = pages._of_dots([few, view])
+    assert note.endswith("Too few rows for a panel: `linear, paired 128`.")
+    assert "Too few" not in pages._of_dots([view])

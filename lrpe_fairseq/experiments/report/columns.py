@@ -126,7 +126,8 @@ class ColumnView:
             return "not measured"
         verdict = self.verdict(row, other)
         if verdict.known:
-            return f"{verdict.name}, {self.difference(row, other)}"
+            later = " (provisional)" if self.provisional else ""
+            return f"{verdict.name}{later}, {self.difference(row, other)}"
         both = f"{self.short(row)} against {self.short(other)}"
         # Without an interval a pair is unresolved for one seed, and unstable if one was lost.
         return f"{both}, {'one seed' if verdict.name == orders.UNRESOLVED else verdict.name}"
@@ -175,6 +176,12 @@ class ColumnView:
         """Return "`method` mean"."""
         return f"`{self.names[row]}` {self.short(row)}"
 
+    def counted(self, row: str) -> str:
+        """Return :meth:`named`, with the number of seeds if it is not that of most rows."""
+        seeds = len(self.cells[row])
+        more = f" ({seeds} seed{'s' * (seeds > 1)})" if seeds != self.seeds else ""
+        return self.named(row) + more
+
     def ranked(self) -> list[str]:
         """Return the rows that evaluated for every seed, the best mean first."""
         sign = 1 if self.column.better == "lower" else -1
@@ -186,6 +193,11 @@ class ColumnView:
         """True if no pair of rows has an interval: nothing can be said about any order."""
         rows = self.ranked()
         return not any(self.verdict(a, b).known for a, b in itertools.combinations(rows, 2))
+
+    @functools.cached_property
+    def provisional(self) -> bool:
+        """True if the column has verdicts that may move when rows are added: see `priors`."""
+        return self.kind != "plain" and not self.is_open and not self.measurement.frozen
 
     @functools.cached_property
     def unbeaten(self) -> list[str]:

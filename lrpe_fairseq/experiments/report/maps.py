@@ -47,6 +47,19 @@ def panels(results: Results, sheet: Sheet, shown: Map) -> list[plots.Heat]:
     return found
 
 
+def tests(results: Results, sheet: Sheet) -> str:
+    """Say how many tests a cell of the maps has in each seed; empty if the runs do not say it."""
+    every = {column.key for column in sheet.table.columns}
+    places = (each.keys() for each in sheet.table.maps)
+    keys = set().union(*places) & every
+    views = [results.view(sheet, key) for key in sorted(keys)]
+    counts = sorted({view.examples for view in views if view.rows and view.examples})
+    if not counts:
+        return ""
+    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"A cell of a map has {span} samples in each seed."
+
+
 def _mean(results: Results, sheet: Sheet, key: str, row: str) -> float | None:
     """Return the mean over seeds of a row in a column; None without a value or such a column."""
     # Scaled rotations have no column at the training length.

@@ -16,9 +16,10 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq.experiments.records import precision
-from lrpe_fairseq.experiments.records.runs import machines_of
+from lrpe_fairseq.experiments.records.runs import Run, machines_of
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
+    absent,
     columns,
     contrasts,
     curves,
@@ -43,8 +44,10 @@ ORDERED = 0.2
 """A column orders its rows if at least this share of their pairs has an order."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
 """Columns of the frame that name a cell."""
-UPDATES = re.compile(r"\d+(,\d{3})*")
-"""Title of a column that is a number of updates."""
+NUMBER = re.compile(r"\d+(,\d{3})*")
+"""Title of a column that is a number: of updates, or of tokens of context."""
+BUDGET = "optimization.max_update"
+"""The option that a table lists if its columns have trainings of different lengths."""
 VERDICT = ["verdict", "difference", "low", "high"]
 """Columns of a CSV file on a cell against the baseline, in %, points or BLEU."""
 
@@ -77,6 +80,7 @@ def pages(root: Path) -> dict[str, str]:
             drift=drift.PICTURE if drift.measured(root) else "",
             signs=any(table.compare == "rows" for table in tables),
             ngrams=any(view.yardstick for view in views),
+            provisional=any(view.table.compare == "rows" and view.provisional for view in views),
         )
     return texts
 
@@ -100,20 +104,36 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     """Return what a page shows of a table."""
     sheets = results.sheets_of(table.name)
     runs = {name: run for sheet in sheets for name, run in sheet.runs.items()}
-    machines = sorted(
-        {markdown.processors(x["hardware"]) for run in runs.values() for x in machines_of(run)}
-    )
     folders = sorted({name.split("/")[0] for name in runs})
     return {
         "table": table,
         "groups": [_group(results, x, views) for x in sheets if (views := results.headlines(x))],
         "runs": len(runs),
         "changed": sum(run["commit"].endswith("-dirty") for run in runs.values()),
-        "hours": math.fsum(run["wall_seconds"] for run in runs.values()) / 3600,
-        "machines": markdown.listed(machines),
+        "rates": selection.other_rates(results, table),
+        "used": _used(sheets),
         "folders": markdown.listed([f"[runs/{name}](runs/{name})" for name in folders]),
         "commands": markdown.listed([f"`{x}`" for x in _commands(table, sheets)]),
     }
+
+
+def _used(sheets: list[Sheet]) -> str:
+    """Return the hours of the runs of a section, and the machines of each scale."""
+    by_scale: dict[str, dict[str, Run]] = {}
+    for sheet in sheets:
+        by_scale.setdefault(sheet.scale, {}).update(sheet.runs)
+    every = {name: run for runs in by_scale.values() for name, run in runs.items()}
+    hours = f"{math.fsum(run['wall_seconds'] for run in every.values()) / 3600:.1f} h"
+    if len(by_scale) == 1:
+        return f"({hours}) on {_machines(every.values())}"
+    parts = [f"`{s}`: {len(runs)} on {_machines(runs.values())}" for s, runs in by_scale.items()]
+    return f"({'; '.join([hours, *parts])})"
+
+
+def _machines(runs: Iterable[Run]) -> str:
+    """Return the processors that trained and evaluated runs."""
+    every = (machine for run in runs for machine in machines_of(run))
+    return markdown.listed(sorted({markdown.processors(one["hardware"]) for one in every}))
 
 
 def _commands(table: Table, sheets: list[Sheet]) -> list[str]:
@@ -141,6 +161,9 @@ def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str,
         "contrasts": contrasts.section(results, sheet),
         "maps": maps.names(results, sheet),
         "curves": curves.names(results, sheet),
+        "ends": curves.ends(results, sheet),
+        "absent": absent.text(results, sheet),
+        "tests": maps.tests(results, sheet),
     }
 
 
@@ -167,8 +190,9 @@ def _rows(table: Table, view: ColumnView) -> str:
         span = f"{view.named(ranked[0])} to {view.named(ranked[-1])}"
         return f"{_place(view)}, {view.seed_span}: no verdicts ({span}).{rank_correlation(view)}"
     # Not "the best": seeds do not tell these apart.
-    names = _some([view.named(row) for row in view.unbeaten])
-    text = f"{_place(view)}, {view.seed_span}. Unbeaten: {names}."
+    names = _some([view.counted(row) for row in view.unbeaten])
+    sure = ", provisional" if view.provisional else ""
+    text = f"{_place(view)}, {view.seed_span}{sure}. Unbeaten: {names}."
     return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
@@ -427,7 +451,7 @@ def _by_updates(views: Iterable[ColumnView]) -> list[plots.Panel]:
     """
     by_attention: dict[str, list[ColumnView]] = {}
     for view in views:
-        if not UPDATES.fullmatch(view.column.title):
+        if not _is_budget(view):
             return []
         if len(view.ranked()) >= FEWEST:
             by_attention.setdefault(view.column.attention, []).append(view)
@@ -481,7 +505,7 @@ def _note(sheet: Sheet, views: list[ColumnView]) -> str:
     if budgets := _by_updates(views):
         return f"Every point is a training of its own.{_of_curves(budgets)}"
     if not _against_paper(views):
-        return _of_dots([view for view in views if len(view.ranked()) >= FEWEST])
+        return _of_dots(views)
     said = (
         f"Each point is a method: the paper's value and ours at scale `{sheet.scale}`. Models, "
         "data and trainings differ from the paper's, so only orders can be compared."
@@ -500,13 +524,16 @@ def _of_curves(panels: Iterable[plots.Panel]) -> str:
     return text + (", or of the whole training text once models read it again." if level else ".")
 
 
-def _of_dots(views: list[ColumnView]) -> str:
-    """Return the sentences below dots."""
+def _of_dots(every: list[ColumnView]) -> str:
+    """Return the sentences below dots, which columns of few rows do not have."""
+    views = [view for view in every if len(view.ranked()) >= FEWEST]
     one_seed = {len(view.cells[row]) for view in views for row in view.ranked()} == {1}
     said = "Points are means over seeds; lines go from the lowest to the highest seed."
     text = "Every point is one seed, so an order may be chance." if one_seed else said
     panels = [_panel(view) for view in views]
-    return text + (" A number with an arrow is beyond the axis." if plots.leaves(panels) else "")
+    text += " A number with an arrow is beyond the axis." if plots.leaves(panels) else ""
+    few = [view for view in every if view not in views]
+    return text + (f" Too few rows for a panel: {_columns(few, every)}." if few else "")
 
 
 def _draw(path: Path, views: list[ColumnView]) -> None:
@@ -536,8 +563,12 @@ def _panel(view: ColumnView) -> plots.Panel:
 
 def _title(view: ColumnView) -> str:
     """Return the title of a panel; a column that is named by its updates says so."""
-    unit = " updates" if UPDATES.fullmatch(view.column.title) else ""
-    return _place(view) + unit
+    return _place(view) + (" updates" if _is_budget(view) else "")
+
+
+def _is_budget(view: ColumnView) -> bool:
+    """True if the title of a column is its number of updates; 512 may also be a context."""
+    return bool(NUMBER.fullmatch(view.column.title)) and BUDGET in view.table.options
 
 
 def _marks(view: ColumnView) -> dict[str, float]:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lrpe_fairseq.encodings import canonical_name
-from lrpe_fairseq.experiments.records.keys import comparable
+from lrpe_fairseq.experiments.records.keys import RATE, comparable
 from lrpe_fairseq.experiments.records.tables import Row, Table
+from lrpe_fairseq.experiments.report import markdown
 from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.results import Results
 
@@ -100,3 +101,19 @@ def _fits(table: Table, row: Row, other: Table, rival: Row) -> bool:
     # A selection may train for fewer updates.
     shared = (ours.keys() & theirs.keys()) - {*table.selects, "optimization.max_update"}
     return all(comparable(name, ours[name]) == comparable(name, theirs[name]) for name in shared)
+
+
+def other_rates(results: Results, table: Table) -> str:
+    """Name the rows with another rate than that of most; empty if no rate was selected."""
+    if RATE not in table.selects:
+        return ""
+    [sheet, *_] = results.sheets_of(table.name)
+    names = results.view(sheet, table.columns[0].key).names
+    found = [
+        f"`{names[row.label]}` {row.overrides[RATE]}"
+        for row in table.rows
+        if row.overrides.get(RATE, table.options[RATE]) != table.options[RATE]
+    ]
+    if not found:
+        return ""
+    return f"Rows with another rate than {table.options[RATE]}: {markdown.listed(found)}."
