@@ -244,6 +244,16 @@ def test_a_row_has_the_rate_that_its_selection_has_found(root):
     selection.require(results, results.tables["demo"])
 
 
+def test_a_page_names_the_rows_with_another_rate(root):
+    rate(root, 0.004, 55.0)
+    results = selected(root, 0.002)
+    said = "Rows with another rate than 0.004: `rope` 0.002."
+    assert selection.other_rates(results, results.tables["demo"]) == said
+    results = selected(root)
+    assert selection.other_rates(results, results.tables["demo"]) == ""
+    assert selection.other_rates(results, results.tables["rates"]) == ""
+
+
 def test_a_row_that_was_trained_before_its_selection_is_refused(root):
     rate(root, 0.002, 60.0)
     results = selected(root)
@@ -287,4 +297,25 @@ def test_the_advice_is_shown_at_the_larger_scales_that_trained_both_methods():
     view = results.column("books", "softmax-test", "books")
     (line,) = [line for line in lines if line.startswith("| softmax | `lrpe-type2` | `rope` |")]
     assert line.endswith(f" {view.versus('Type2', 'RoPE')} |")
-    assert not any("permuteformer" in line for line in lines)  # trained at no larger scale
+
+
+def test_advice_that_no_larger_scale_has_trained_keeps_its_line():
+    results = results_of(ROOT)
+    _, _, *lines = evidence.at_larger_scales(results).splitlines()
+    pairs = [tuple(line.split("|")[1:4]) for line in lines]
+    expected = [(kind, f"`{one}`", f"`{other}`") for kind, one, other in evidence.RECOMMENDED]
+    assert [tuple(word.strip() for word in pair) for pair in pairs] == expected
+
+
+def test_a_method_is_untested_until_it_is_trained_where_a_model_is_better_than_n_grams(
+    monkeypatch, root
+):
+    path = root / "configs" / "tables" / "demo.yaml"
+    path.write_text(path.read_text().replace("key: ppl", "key: linear-ppl"))
+    path.write_text(path.read_text().replace("headline: [ppl, acc]", "headline: [linear-ppl]"))
+    monkeypatch.setattr(evidence, "LARGER", (("demo", "demo", "small", "{attention}-ppl"),))
+    advice = (("linear", "rope"), ("linear", "spe"), ("softmax", "rope"))
+    ngrams(root, 1000.0)
+    assert evidence.untested(Results(root), advice) == "`spe` (linear) and `rope` (softmax)"
+    ngrams(root, 10.0)  # better than every model
+    assert evidence.untested(Results(root), advice).startswith("`rope` (linear), `spe` (linear)")

@@ -108,6 +108,53 @@ def test_a_seed_alone_supports_no_order_and_a_lost_row_is_marked(root):
     assert "| `rope` | not finite | 33.00 |" in text
 
 
+def test_a_page_names_the_rows_and_columns_that_have_no_value(root):
+    text = rendered(root)["results/demo.md"]
+    assert "\n\nRows without a value here: `spe`.\n\n" in text
+    assert "Columns without a value" not in text
+    path = root / "configs" / "tables" / "demo.yaml"
+    other = "  - {key: other, title: other, attention: linear, split: test, protocol: blocks,"
+    changed = f"{other} metric: ppl}}\nheadline: [ppl, other]"
+    path.write_text(path.read_text().replace("headline: [ppl, acc]", changed))
+    text = rendered(root)["results/demo.md"]
+    assert "Rows without a value here: `spe`. Columns without a value: `other`." in text
+
+
+def test_a_column_with_own_trainings_that_the_page_does_not_show_is_named(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    own = "  - {key: own, title: own, attention: linear, split: valid, protocol: blocks,"
+    own += " metric: accuracy, config: configs/own.yaml, dataset: own}\nheadline: [ppl, acc]"
+    path.write_text(path.read_text().replace("headline: [ppl, acc]", own))
+    assert "Columns without a value: `own`." in rendered(root)["results/demo.md"]
+
+
+def test_a_page_of_several_scales_has_the_machines_of_each(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    two = "scales: {small: configs/small.yaml, large: configs/large.yaml}"
+    path.write_text(path.read_text().replace("scales: {small: configs/small.yaml}", two))
+    card = {"cpu": "A CPU", "gpus": ["A GPU"]}
+    save(root, "rope", 4, measured(50.0, 1), scale="large", hardware=card)
+    text = rendered(root)["results/demo.md"]
+    assert "13 runs (0.0 h; `small`: 12 on A CPU; `large`: 1 on A GPU): [runs/demo]" in text
+
+
+def test_the_index_shows_verdicts_before_one_seed_and_how_many_rows_were_trained(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    two = "scales: {large: configs/large.yaml, small: configs/small.yaml}"
+    path.write_text(path.read_text().replace("scales: {small: configs/small.yaml}", two))
+    save(root, "rope", 4, measured(10.0, 1), scale="large")
+    results = Results(root)
+    _, _, shown = choosing._first(results, results.tables["demo"])
+    assert shown == "linear `permuteformer, layernorm` 40.30, 4 of 5 rows"
+
+
+def test_the_hours_of_all_runs_are_those_of_their_files(root):
+    save(root, "rope", 4, measured(50.0, 1), wall_seconds=7200, hardware={"gpus": ["A GPU"]})
+    save(root, "rope", 5, measured(50.0, 1), wall_seconds=36000)
+    text = choosing._hours(Results(root))
+    assert text.startswith("14 runs, 10.0 h on CPUs and 2.0 h on GPUs")
+
+
 def test_columns_are_compared_with_the_first_where_the_table_says_so(root):
     path = root / "configs" / "tables" / "demo.yaml"
     second = "  - {key: test, title: test, attention: linear, split: test, protocol: blocks,"

@@ -4,7 +4,7 @@ A sentence of a template that states an order is preceded by ``expect``, which f
 not support it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.tables import ANY, Table
-from lrpe_fairseq.experiments.report import documents, evidence, markdown, orders, plots, speed
+from lrpe_fairseq.experiments.report import (
+    absent,
+    documents,
+    evidence,
+    markdown,
+    orders,
+    plots,
+    speed,
+)
 from lrpe_fairseq.experiments.report import pages as tables
 from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.results import Results, results_of
@@ -81,6 +89,7 @@ def choosing(results: Results) -> str:
         config=config,
         lrpe_against_rope=evidence.lrpe_against_rope(results),
         larger=evidence.at_larger_scales(results),
+        untested=evidence.untested(results),
         ladders=evidence.ladder(results),
         agreement=evidence.agreement(results),
     )
@@ -89,7 +98,10 @@ def choosing(results: Results) -> str:
 def answer(root: Path) -> str:
     """Return README's five sentences, each with its command."""
     results = results_of(root)
-    return markdown.rendered("answer.md.j2", **_values(results)) if _is_measured(results) else ""
+    if not _is_measured(results):
+        return ""
+    lacking = evidence.untested(results, evidence.ANSWERS)
+    return markdown.rendered("answer.md.j2", **_values(results), untested=lacking)
 
 
 def quickstart(root: Path) -> str:
@@ -213,6 +225,7 @@ def index(results: Results) -> str:
     values["false_orders"] = read_json(path) or None
     fits = [one for one in results.measurements.every.values() if one.prior.strength]
     values |= {"fitted": len(fits), "newer": sum(not one.frozen for one in fits)}
+    values["hours"] = _hours(results)
     return markdown.rendered("results.md.j2", **values)
 
 
@@ -220,28 +233,56 @@ def _first(results: Results, table: Table) -> tuple[str, str, str]:
     """Return metric, better direction and unbeaten rows of a table's first headline columns."""
     if table.compare == "columns":
         return "", "", "–"
-    sheet = results.sheets_of(table.name)[0]
-    # The first headline of each attention type; further ones are on the page.
-    first: dict[str, ColumnView] = {}
-    for view in results.headlines(sheet):
-        first.setdefault(view.column.attention, view)
+    # One seed at the first scale says less than verdicts at another one.
+    every = [_firsts(results, sheet) for sheet in results.sheets_of(table.name)]
+    first = next((views for views in every if _has_verdicts(views.values())), every[0])
     kinds = {kind: "" if kind == ANY else f"{kind} " for kind in first}
     best = "; ".join(f"{kinds[kind]}{_best(view)}" for kind, view in first.items())
-    scale = sheet.scale
+    scale = next(iter(first.values())).scale
     column = next(iter(first.values())).column
     text = best if scale == "small" else f"`{scale}`: {best}"
     metric = {"": "average", "ppl": "perplexity", "bleu": "BLEU"}.get(column.metric, column.metric)
     return metric.replace("_", " "), column.better, text
 
 
+def _firsts(results: Results, sheet: Sheet) -> dict[str, ColumnView]:
+    """Return the first headline of each attention type; further ones are on the page."""
+    first: dict[str, ColumnView] = {}
+    for view in results.headlines(sheet):
+        first.setdefault(view.column.attention, view)
+    return first
+
+
+def _has_verdicts(views: Iterable[ColumnView]) -> bool:
+    return any(not view.is_open and view.kind != "plain" for view in views)
+
+
 def _best(view: ColumnView) -> str:
+    """Return the unbeaten rows of a column, and how many of the table's rows were trained."""
+    trained, every = absent.trained([view])
+    return _unbeaten(view) + (f", {trained} of {every} rows" if trained < every else "")
+
+
+def _unbeaten(view: ColumnView) -> str:
     if not view.ranked():
         return "not finite"
     # One seed has no order: its lowest number is shown with a question mark.
     if view.is_open or view.kind == "plain":
         return f"{view.named(view.ranked()[0])} ?"
     best, *others = view.unbeaten
-    return view.named(best) + (f" and {len(others)} more" if others else "")
+    return view.counted(best) + (f" and {len(others)} more" if others else "")
+
+
+def _hours(results: Results) -> str:
+    """Return the runs, and the hours that they took on CPUs and on GPUs."""
+    on_gpu = [bool(run["hardware"].get("gpus")) for run in results.runs.values()]
+    seconds = [run.get("wall_seconds", 0.0) for run in results.runs.values()]
+    hours = {
+        kind: sum(s for s, gpu in zip(seconds, on_gpu, strict=True) if gpu == wanted) / 3600
+        for kind, wanted in (("CPUs", False), ("GPUs", True))
+    }
+    parts = [f"{value:.1f} h on {kind}" for kind, value in hours.items() if value]
+    return f"{len(seconds)} runs, {markdown.listed(parts)}" if parts else ""
 
 
 def _not_run(results: Results) -> str:

@@ -210,6 +210,7 @@ RECOMMENDED = (
     ("linear", "fox, fox-bias 3.0", "rope"),
     ("linear", "fox, layernorm, fox-bias 3.0", "rope, layernorm"),
     ("linear", "gated:lrpe-type2, layernorm", "fox, layernorm"),
+    ("linear", "gated:path:lrpe-type2, layernorm", "fox, layernorm"),
     ("linear", "permuteformer", "rope"),
     ("linear", "lrpe-type2", "rope"),
     ("linear", "lrpe-type2, bounded", "rope, bounded"),
@@ -221,10 +222,26 @@ RECOMMENDED = (
     ("softmax", "lrpe-type2", "rope"),
 )
 """Attention and two methods: the comparisons behind the advice of README and docs/choosing.md."""
+ANSWERS = (
+    ("linear", "fox, fox-bias 3.0"),
+    ("linear", "lrpe-type2, bounded"),
+    ("softmax", "stick-breaking"),
+    ("softmax", "rope"),
+)
+"""Attention and method: what README advises for language models."""
+ADVICE = (
+    *ANSWERS,
+    ("linear", "gated:path:lrpe-type2, layernorm"),
+    ("linear", "permuteformer"),
+)
+"""The same of docs/choosing.md."""
 
 
 def at_larger_scales(results: Results) -> str:
-    """Return the comparisons behind the advice at every larger scale that trained one of them."""
+    """Return the comparisons behind the advice at every larger scale that trained one of them.
+
+    A comparison that was trained nowhere keeps its line: the advice has no larger evidence.
+    """
     columns: dict[str, list[str]] = {}
     for heading, *place in LARGER:
         cells = [_compared(results, place, *pair) for pair in RECOMMENDED]
@@ -234,9 +251,27 @@ def at_larger_scales(results: Results) -> str:
     rows = [
         [kind, f"`{one}`", f"`{other}`", *cells]
         for (kind, one, other), *cells in zip(RECOMMENDED, *trained.values(), strict=True)
-        if any(cells)
     ]
     return markdown.table(["attention", "method", "against", *trained], rows)
+
+
+def untested(results: Results, advice: Sequence[tuple[str, str]] = ADVICE) -> str:
+    """Name the advised methods that were trained nowhere where models are better than n-grams.
+
+    A method with another normalizer is another method.
+    """
+    lacking = [
+        f"`{method}` ({kind})"
+        for kind, method in advice
+        if not any(_row_of(view, method) for view in _learned(results, kind))
+    ]
+    return markdown.listed(lacking)
+
+
+def _learned(results: Results, attention: str) -> list[ColumnView]:
+    """Return the columns of larger scales whose best model is better than its n-grams."""
+    views = (column_for(results, attention, *place) for _, *place in LARGER)
+    return [view for view in views if view is not None and view.beats_ngrams]
 
 
 def _compared(results: Results, place: Sequence[str], attention: str, one: str, other: str) -> str:
