@@ -10,7 +10,7 @@ import yaml
 
 from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import choosing, columns, pages
+from lrpe_fairseq.experiments.report import choosing, columns, constants, pages
 from lrpe_fairseq.experiments.report.results import Results, results_of
 from tests.report.test_columns import MEANS, checkout, column, measured, save
 
@@ -30,7 +30,7 @@ def test_a_page_has_verdict_picture_grid_and_files(root):
     flat = " ".join(text.split())
     assert text.startswith("# Demo\n\nA table.\n")
     assert (
-        "- Linear attention, valid, 3 seeds. Unbeaten: `permuteformer, layernorm` "
+        "- Linear attention, valid, 3 seeds, provisional. Unbeaten: `permuteformer, layernorm` "
         "40.30. Against the baseline `none, sinusoidal` 60.30: 3 better."
     ) in flat
     assert "tied" not in flat
@@ -211,3 +211,20 @@ def test_the_statements_of_this_repository_name_rows_and_columns_that_exist():
         assert at.column(given["column"])
         assert all(at.row(label).has(at.column(given["column"])) for label in given["others"])
         assert at.row(given["first"])
+
+
+def test_a_mean_of_tasks_stands_beside_that_of_constant_answers(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    mean = "  - {key: mean, title: mean, attention: linear, mean_of: [acc], better: higher}"
+    text = path.read_text().replace("headline: [ppl, acc]", f"{mean}\nheadline: [mean]")
+    own = "metric: accuracy, dataset: wikitext-2, better: higher}"
+    path.write_text(text.replace("metric: accuracy, better: higher}", own))
+    assert "Constant answers" not in rendered(root)["results/demo.md"]
+    (root / "results" / "bench").mkdir()
+    (root / constants.FILE).write_text('{"wikitext-2": 45.0}')
+    text = rendered(root)["results/demo.md"]
+    assert "|  | mean | wikitext-2 |" in text
+    assert "| most frequent class | 45.0 | 45.0 |" in text
+    assert "| rows, linear | 39.9 to 59.9 | 39.9 to 59.9 |" in text
+    results = Results(root)
+    assert choosing._first(results, results.tables["demo"])[2].endswith("; constant answers 45.00")

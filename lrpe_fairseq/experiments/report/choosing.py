@@ -15,6 +15,7 @@ from lrpe_fairseq.experiments.records.files import read_json
 from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     absent,
+    constants,
     documents,
     evidence,
     markdown,
@@ -241,6 +242,8 @@ def _first(results: Results, table: Table) -> tuple[str, str, str]:
     scale = next(iter(first.values())).scale
     column = next(iter(first.values())).column
     text = best if scale == "small" else f"`{scale}`: {best}"
+    constant = constants.mean(results.root, table, column)
+    text += "" if constant is None else f"; constant answers {constant:.2f}"
     metric = {"": "average", "ppl": "perplexity", "bleu": "BLEU"}.get(column.metric, column.metric)
     return metric.replace("_", " "), column.better, text
 

@@ -21,6 +21,7 @@ from lrpe_fairseq.experiments.records.tables import ANY, Table
 from lrpe_fairseq.experiments.report import (
     absent,
     columns,
+    constants,
     contrasts,
     curves,
     drift,
@@ -164,6 +165,7 @@ def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str,
         "ends": curves.ends(results, sheet),
         "absent": absent.text(results, sheet),
         "tests": maps.tests(results, sheet),
+        "constants": constants.section(results, sheet),
     }
 
 
