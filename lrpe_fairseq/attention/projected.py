@@ -158,10 +158,10 @@ class ProjectedAttention(nn.Module):
         self.q_norm = HeadNorm(spec, 1e-5, self.num_heads) if qk_norm else None
         self.k_norm = HeadNorm(spec, 1e-5, self.num_kv_heads) if qk_norm else None
         self.out_norm = HeadNorm(spec, 1e-6) if "output-norm" in parts else None
-        gated = "output-gate" in parts
-        self.out_gate = Gate(self.encoding, width, "output-gate") if gated else None
-        shifted = "kv-shift" in parts
-        self.kv_shift = KVShift(self.encoding, self.num_kv_heads) if shifted else None
+        output_gate = "output-gate" in parts
+        self.out_gate = Gate(self.encoding, width, "output-gate") if output_gate else None
+        kv_shift = "kv-shift" in parts
+        self.kv_shift = KVShift(self.encoding, self.num_kv_heads) if kv_shift else None
 
     @property
     def owner(self) -> Owner:
