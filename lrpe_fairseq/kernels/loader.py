@@ -124,14 +124,31 @@ def triton_kernels(module: str) -> ModuleType | None:
     """Import the Triton kernels, or return None without Triton or an Ampere or newer NVIDIA GPU.
 
     Also None with a Triton that is older than OLDEST_TRITON, and under torch.compile and similar
-    transformations, where PyTorch is used.
+    transformations, where PyTorch is used. While a CUDA graph is captured, a module that has not
+    been used before is None: whether Triton runs is found by a kernel whose result is read.
     """
-    return None if is_transformed() else _triton_kernels(module)
+    return None if is_transformed() else _after_first_use(module)
 
 
 def has_triton_kernels(module: str) -> bool:
     """True if :func:`triton_kernels` has the module in eager execution."""
-    return _triton_kernels(module) is not None
+    return _after_first_use(module) is not None
+
+
+_used: set[str] = set()
+"""The modules of kernels that have been asked for."""
+
+
+def _after_first_use(module: str) -> ModuleType | None:
+    if module not in _used and _captures():
+        return None
+    _used.add(module)
+    return _triton_kernels(module)
+
+
+def _captures() -> bool:
+    """True while a CUDA graph is captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=8)
@@ -217,6 +234,7 @@ def interpret(*, on: bool = True) -> None:
     """
     global _interpreting
     _interpreting = on
+    _used.clear()
     _triton_kernels.cache_clear()
     _why_triton_fails.cache_clear()
 

@@ -85,6 +85,8 @@ class Example:
 # --- choosing ------------------------------------------------------------------------------------
 
 _known: dict[Key, bool] = {}
+_failed_in: dict[Key, int] = {}
+"""The backward pass in which the kernels of a key failed; see :func:`_is_recomputed`."""
 _reasons: dict[Key, str] = {}
 _busy: set[Key] = set()
 _warned: set[str] = set()
@@ -100,8 +102,12 @@ def run(key: Key, example: Callable[[], Example], kernels: Callable[[], R]) -> R
     known = _known.get(key)
     if known is None:
         known = _prove(key, example)
-    elif known and _failed_elsewhere(key):
-        known = _give_up(key, "it failed on another rank")
+    elif known:
+        # what a backward pass recomputes must have the form of the forward pass
+        if _backward_pass() == OUTSIDE and _failed_elsewhere(key):
+            known = _give_up(key, "it failed on another rank")
+    else:
+        known = _is_recomputed(key)
     if not known:
         _record(key)
         return None
@@ -134,6 +140,7 @@ def backward(key: Key | None, kernels: Callable[[], R], definition: Callable[[],
         if key is None:  # a proof, or a test that calls kernels itself
             raise
         _give_up(key, f"in the backward pass {error}")
+        _failed_in.setdefault(key, _backward_pass())
         _record(key)
         try:
             return definition()
@@ -143,6 +150,24 @@ def backward(key: Key | None, kernels: Callable[[], R], definition: Callable[[],
                 f"did their definition ({str(second).splitlines()[0]}): set {loader.VARIABLE}=0, "
                 "which switches the kernels off, and start again from the last checkpoint"
             ) from error
+
+
+OUTSIDE = -1
+"""The number of the backward pass where there is none."""
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that this thread computes, or :data:`OUTSIDE`."""
+    return torch._C._current_graph_task_id()
+
+
+def _is_recomputed(key: Key) -> bool:
+    """True within the backward pass in which the kernels of ``key`` have failed.
+
+    Activation checkpointing recomputes forward passes there. They were computed by the kernels, and
+    by the definition they would save other tensors, which torch refuses.
+    """
+    return _failed_in.get(key, OUTSIDE) == _backward_pass() != OUTSIDE
 
 
 def _failed_elsewhere(key: Key) -> bool:

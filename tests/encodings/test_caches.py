@@ -6,6 +6,7 @@ import pickle
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lrpe_fairseq.attention import tokens
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.encodings import build_encoding
+from lrpe_fairseq.encodings.core import positions
 from lrpe_fairseq.encodings.core.positions import PositionCache
 from lrpe_fairseq.kernels import conditions
 from lrpe_fairseq.kernels.encode import encode
@@ -91,6 +93,21 @@ def test_a_recorded_graph_reads_the_documents_of_every_call(name):
         starts.copy_(others)
         graph.replay()
         torch.testing.assert_close(found, module.attend(x, starts=others)[0])
+
+
+def test_a_captured_graph_counts_itself_and_keeps_the_constants_that_it_reads(monkeypatch):
+    device = torch.device("cpu")
+    before = positions.counted(7, device)
+    assert positions.counted(7, device) is before
+    monkeypatch.setattr(positions, "is_captured", lambda device: True)
+    assert positions.counted(7, device) is not before
+    assert positions.known_range(positions.counted(7, device, 2)) == (2, 6)
+    read = weakref.ref(positions.constant((0.25, 7.0), torch.float32, device))
+    monkeypatch.undo()
+    for number in range(300):  # more than the cache keeps
+        positions.constant((float(number),), torch.float32, device)
+    assert read() is positions._of_graphs[(0.25, 7.0), torch.float32, device]
+    positions._of_graphs.clear()
 
 
 def test_a_traced_encoding_reads_the_positions_of_every_call():

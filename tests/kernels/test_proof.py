@@ -6,9 +6,11 @@ The kernels run in Triton's interpreter, and failures are injected at their laun
 import importlib
 import logging
 import threading
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
@@ -32,7 +34,7 @@ PROVE = proof._prove  # tests/conftest.py replaces it
 def interpreted(monkeypatch):
     """Triton's kernels serve CPU tensors, and nothing is proved yet."""
     monkeypatch.setattr(proof, "_prove", PROVE)
-    for name in ("_known", "_reasons"):
+    for name in ("_known", "_reasons", "_failed_in"):
         monkeypatch.setattr(proof, name, {})
     monkeypatch.setattr(proof, "_warned", set())
     monkeypatch.setattr(loader, "SERVED", {})
@@ -239,6 +241,49 @@ def test_a_backward_pass_that_fails_after_its_forward_pass_gives_the_gradients_o
     assert all(map(torch.equal, second, wanted))
     (said,) = warnings_of(caplog)
     assert f"in the backward pass {kernel}" in said
+
+
+def test_checkpointing_recomputes_what_the_kernels_computed_where_their_backward_pass_fails(
+    monkeypatch, caplog
+):
+    def step():
+        torch.manual_seed(0)
+        q, k, v = (x.detach().requires_grad_() for x in rows(torch.float16))
+        attend = partial(linear_attention, causal=False)
+        h = v
+        for _ in range(2):
+            h = checkpoint(attend, q, k, h, use_reentrant=False)
+        h.float().sum().backward()
+        return q.grad
+
+    wanted = step()
+    with replaced(monkeypatch, "linear.full_triton", "_key_kernel", Fails()):
+        found = [step() for _ in range(2)]
+    for grad in found:
+        torch.testing.assert_close(grad, wanted, rtol=2e-3, atol=2e-3)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_failure_on_another_rank_waits_for_the_end_of_the_backward_pass(monkeypatch):
+    call = CALLS["linear.full_triton"]
+    after_a_proof(call, monkeypatch)
+    monkeypatch.setattr(proof, "_failed_elsewhere", lambda key: True)
+    monkeypatch.setattr(proof, "_backward_pass", lambda: 3)
+    computed(call)
+    assert all(proof._known.values())
+    monkeypatch.setattr(proof, "_backward_pass", lambda: proof.OUTSIDE)
+    computed(call)
+    assert not all(proof._known.values())
+
+
+def test_kernels_are_not_used_for_the_first_time_while_a_graph_is_captured(monkeypatch):
+    name = "lrpe_fairseq.kernels.linear.full_triton"
+    monkeypatch.setattr(loader, "_captures", lambda: True)
+    assert loader.triton_kernels(name) is None
+    monkeypatch.setattr(loader, "_captures", lambda: False)
+    assert loader.triton_kernels(name) is not None
+    monkeypatch.setattr(loader, "_captures", lambda: True)
+    assert loader.triton_kernels(name) is not None
 
 
 def test_where_the_definition_fails_too_one_sentence_names_the_switch(monkeypatch):

@@ -42,7 +42,8 @@ def over_heads(per_position: Tensor, positions: Tensor) -> Tensor:
 
 def counted(end: int, device: torch.device, first: int = 0) -> Tensor:
     """Return first, ..., end - 1 (int64); the same tensor object for the same arguments."""
-    if is_transformed():  # a traced or fake tensor must not be cached
+    # a traced or fake tensor must not be cached; a CUDA graph counts in every replay
+    if is_transformed() or is_captured(device):
         return with_known_range(torch.arange(first, end, device=device), first, end - 1)
     return _cached_count(end, device, first)
 
@@ -84,7 +85,14 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     """Return ``values`` on a device; the same tensor for the same arguments, copied there once."""
     if is_transformed():  # a traced or fake tensor must not be cached
         return torch.tensor(values, dtype=dtype, device=device)
-    return _cached_constant(values, dtype, device)
+    known = _cached_constant(values, dtype, device)
+    if is_captured(device):
+        _of_graphs[values, dtype, device] = known
+    return known
+
+
+_of_graphs: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = {}
+"""Constants that CUDA graphs read by address, so that they are kept."""
 
 
 @lru_cache(maxsize=256)
@@ -93,10 +101,14 @@ def _cached_constant(values: tuple[float, ...], dtype: torch.dtype, device: torc
         return torch.tensor(values, dtype=dtype, device=device)
 
 
+def is_captured(device: torch.device) -> bool:
+    """True while a CUDA graph is captured on ``device``."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _is_recorded(tensors: tuple[Tensor, ...]) -> bool:
     """True if a graph of operations is recorded, by a compiler, a tracer or CUDA."""
-    on_gpu = bool(tensors) and tensors[0].is_cuda
-    return is_transformed() or (on_gpu and torch.cuda.is_current_stream_capturing())
+    return is_transformed() or (bool(tensors) and is_captured(tensors[0].device))
 
 
 class PositionCache:
