@@ -293,3 +293,18 @@ def test_it_is_refused_without_causality_and_on_grids(name):
 def test_reflections_of_an_encoding_without_norms_are_refused(name):
     with pytest.raises(ChoiceError, match="to encodings that keep norms; choose path, or path:"):
         build_encoding(f"path:{name}", D, H, causal=True)
+
+
+def test_reflections_by_the_keys_make_the_sums_of_the_delta_rule():
+    """S <- S - beta k (k^T S) + beta k v^T; docs/encodings.md, The delta rule."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 70, 4, dtype=torch.float64) for _ in range(3))
+    k, beta = F.normalize(k, dim=-1), 2 * torch.rand(1, 1, 70, dtype=torch.float64)
+    state, sums = torch.zeros(4, 4, dtype=torch.float64), []
+    for s in range(70):
+        key, value = k[0, 0, s], v[0, 0, s]
+        state = state + beta[0, 0, s] * torch.outer(key, value - key @ state)
+        sums.append(q[0, 0, s] @ state)
+    scores = transport.scores_naive(q, k, Transport(k, beta))
+    found = scores @ (beta.unsqueeze(-1) * v)
+    torch.testing.assert_close(found[0, 0], torch.stack(sums), rtol=1e-12, atol=1e-12)
