@@ -173,7 +173,8 @@ class _Call:
         constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
         tiles_of_a_part = self.span // tile.tokens
         grid = self.sequences, self.parts
-        launch(KERNELS[name], grid, *arguments, time, heads, tiles_of_a_part, **constants)
+        kernel = globals()[f"_{name}_kernel"]
+        launch(kernel, grid, *arguments, time, heads, tiles_of_a_part, **constants)
 
     def vector(self, *shape: int) -> Tensor:
         return self.q.new_empty(self.sequences, *shape, dtype=torch.float32)
@@ -677,13 +678,3 @@ def _key_kernel(
         state, keys = _with_queries(
             state, keys, q, rows, unit, go, f, g, into, whole, KEYS, DECAYS, GRADS
         )
-
-
-KERNELS = {
-    "sums": _sums_kernel,
-    "forward": _forward_kernel,
-    "query": _query_kernel,
-    "later": _later_kernel,
-    "key": _key_kernel,
-}
-"""The kernels that :meth:`_Call.launch` launches, by name."""
