@@ -148,7 +148,7 @@ def _after_first_use(module: str) -> ModuleType | None:
 
 def _captures() -> bool:
     """True while a CUDA graph is captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=8)
