@@ -17,7 +17,8 @@ from lrpe_fairseq.encodings import options_of_encodings
 from lrpe_fairseq.errors import Refusal
 from lrpe_fairseq.experiments.records.files import CONFIGS, ROOT, load_config
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.models import checks, normformer
+from lrpe_fairseq.models import checks
+from lrpe_fairseq.stock import NORMFORMER
 from tests.end_to_end.cases import sampled
 from tests.end_to_end.commands import (
     SMALL,
@@ -227,7 +228,7 @@ def test_an_option_of_fairseq_trains_every_parameter(corpus, attention_type, opt
     assert any(parameter.grad.any() for parameter in parameters.values())
 
 
-@pytest.mark.parametrize(("option", "part"), normformer.PARTS.items())
+@pytest.mark.parametrize(("option", "part"), NORMFORMER.items())
 def test_an_option_of_normformer_builds_its_part_of_every_layer(corpus, option, part):
     plain = dict(build(corpus, SMALL)[0].named_parameters())
     model, _, config = build(corpus, SMALL, f"--{option.replace('_', '-')}")
