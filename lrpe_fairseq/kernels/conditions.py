@@ -28,6 +28,11 @@ def called_in_tracing(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def is_captured(device: torch.device) -> bool:
+    """True while a CUDA graph is captured on ``device``."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:
     """Return a context without autocast, which would round float32 numbers to half precision.
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrpe_fairseq.kernels.conditions import called_in_tracing, is_transformed
+from lrpe_fairseq.kernels.conditions import called_in_tracing, is_captured, is_transformed
 
 VARIABLE = "LRPE_FAIRSEQ_KERNELS"
 HEADERS = Path(__file__).parent
@@ -147,8 +147,8 @@ def _after_first_use(module: str) -> ModuleType | None:
 
 
 def _captures() -> bool:
-    """True while a CUDA graph is captured."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """True while a CUDA graph is captured on the current device."""
+    return torch.cuda.is_initialized() and is_captured(torch.device("cuda"))
 
 
 @lru_cache(maxsize=8)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.kernels import agreement, loader
+from lrpe_fairseq.kernels.conditions import is_captured
 from lrpe_fairseq.kernels.loader import LaunchError
 
 R = TypeVar("R")
@@ -182,7 +183,7 @@ def proved() -> dict[Key, bool]:
 
 def _prove(key: Key, example: Callable[[], Example]) -> bool:
     """Return the result of a proof, made now; False without one if it cannot be made now."""
-    if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(key.device):
         return False
     with _lock:
         if key in _busy:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.encodings.core.companions import POSITIONS, check_companion
-from lrpe_fairseq.kernels.conditions import is_transformed
+from lrpe_fairseq.kernels.conditions import is_captured, is_transformed
 
 Lags = tuple[int, int]
 """The smallest and the largest lag s - t of a call."""
@@ -99,11 +99,6 @@ _of_graphs: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = 
 def _cached_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
-
-
-def is_captured(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on ``device``."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _is_recorded(tensors: tuple[Tensor, ...]) -> bool:

@@ -122,7 +122,11 @@ def _check_kind(floor: AngleFloor, state: dict, prefix: str, *rest: object) -> N
 def require_same_angles(
     core: nn.Module, state: dict, prefix: str, _metadata: dict, strict: bool, *rest: object
 ) -> None:
-    """Refuse a checkpoint whose angles have another floor or form than the core that reads it."""
+    """Refuse a checkpoint whose angles have another floor or form than the core that reads it.
+
+    A hook of ``load_state_dict``. With ``strict=False`` the floor may differ.
+    Raises: ChoiceError with the option that reads the checkpoint.
+    """
     floored = f"{prefix}floor.turning" in state
     if strict and floored != (core.floor is not None):
         clips = state.get(f"{prefix}floor.clips")
