@@ -103,8 +103,8 @@ def test_a_row_is_trained_on_the_data_set_that_was_chosen():
     for name, data in chosen.items():
         given = [*row, "--dataset", name] if name else row
         assert train_row._run(train_row._parse(given)).data.name == data
-    with pytest.raises(ValueError, match="no data set 'lra-text' at scale small; it has listops-"):
-        train_row._run(train_row._parse([*row, "--dataset", "lra-text"]))
+    with pytest.raises(ValueError, match="no data set 'lra-image' at scale small; it has listops-"):
+        train_row._run(train_row._parse([*row, "--dataset", "lra-image"]))
 
 
 def test_a_row_that_a_scale_lacks_is_refused_with_the_scales_that_have_it():

@@ -72,6 +72,7 @@ TEST_SETS = {  # of data with other splits than train, valid and test
     "mixed-en-de": {"train", *newstest.HELD_OUT, "test1"},
     "wmt14-en-de": {"train", *wmt14.HELD_OUT},
     **{f"synthetic-{t}-small": set(Recipe(t, "small").splits) for t in synthetic.TASKS},
+    **{f"synthetic-{t}-many": set(Recipe(t, "many").splits) for t in ("mqar", "mqrar")},
 }
 
 

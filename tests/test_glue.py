@@ -181,12 +181,17 @@ def test_gpt2_pieces_give_the_text_back_and_all_have_a_place_in_the_dictionary(t
     assert isinstance(tokenizer_of(tmp_path), GPT2)
 
 
-FINE_TUNED = {"tmlr-table1": "paper", "table3": "paper", "finetuning-rate": "small"}
+FINE_TUNED = [
+    ("tmlr-table1", "paper"),
+    ("tmlr-table1", "small"),
+    ("table3", "paper"),
+    ("finetuning-rate", "small"),
+]
 
 
-@pytest.mark.parametrize("name", FINE_TUNED)
-def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, tmp_path):
-    every = families.runs(families.load_named(name), FINE_TUNED[name], [1])
+@pytest.mark.parametrize(("name", "scale"), FINE_TUNED)
+def test_without_its_checkpoint_a_run_names_the_command_that_makes_it(name, scale, tmp_path):
+    every = families.runs(families.load_named(name), scale, [1])
     for checkpoint, run in {run.checkpoint: run for run in every}.items():
         absent = replace(run, checkpoint=tmp_path / checkpoint.relative_to(ROOT))
         with pytest.raises(RunFailed, match=r"checkpoint_best\.pt does not exist") as refused:

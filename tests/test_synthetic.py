@@ -23,8 +23,8 @@ def generated(task):
     return synthetic.generate(Recipe(task, "tiny"))
 
 
-def drawn(task, count=400, multiple=0, **keywords):
-    draw = synthetic.sampler(Recipe(task, "small"), Split(count, multiple, keywords))
+def drawn(task, count=400, multiple=0, scale="small", **keywords):
+    draw = synthetic.sampler(Recipe(task, scale), Split(count, multiple, keywords))
     rng = RandomState(7)
     return [draw(rng) for _ in range(count)]
 
@@ -134,6 +134,19 @@ def test_a_hand_built_solver_is_right_everywhere_and_a_constant_answer_at_chance
         # tokens of a flip-flop sample repeat one bit, so the error is that of the samples
         error = math.sqrt(chance * (1 - chance) / min(count, 2 * len(samples)))
         assert found == pytest.approx(chance, abs=4 * error)
+
+
+@pytest.mark.parametrize("task", synthetic.SCALES["many"].lengths)
+def test_samples_of_scale_many_have_four_times_the_keys(task):
+    few, many = (drawn(task, 100, multiple=1, scale=scale) for scale in ("small", "many"))
+    assert accuracy(many, SOLVERS[task]) == 1
+    asked = [[sum(t != PAD for t in s.targets) for s in samples] for samples in (few, many)]
+    assert [(min(counts), max(counts)) for counts in asked] == [(4, 8), (16, 32)]
+
+
+def test_a_task_that_a_scale_lacks_is_refused():
+    with pytest.raises(UserError, match="--scale many is for mqar and mqrar: leave it out for copy"):
+        Recipe("copy", "many")
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -85,6 +85,11 @@ SCALES = {
          "grid": 6, "passkey": 64, "keys": 64, "variables": 64},
         symbols=6, keys=8, most=4, width=6, colors=4,
     ),
+    "many": Scale(
+        {"train": 32_000, "valid": 512, "test": 128},
+        {"mqar": 256, "mqrar": 256},
+        symbols=20, keys=128, most=10, width=8, colors=8,
+    ),
 }  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- tasks
@@ -298,7 +303,10 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to generate. Raises: UserError for fillers of another task than MQAR or MQRAR."""
+    """What to generate.
+
+    Raises: UserError for a task that the scale does not have, or fillers of a task without them.
+    """
 
     task: str
     scale: str
@@ -308,6 +316,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.fillers != "blank" and self.task not in ("mqar", "mqrar"):
             raise UserError(f"--fillers is for mqar and mqrar: leave it out for {self.task}.")
+        if self.task not in self.sizes.lengths:
+            known = " and ".join(self.sizes.lengths)
+            raise UserError(f"--scale {self.scale} is for {known}: leave it out for {self.task}.")
 
     @property
     def sizes(self) -> Scale:

@@ -36,6 +36,9 @@ class SyntheticRun(TrainingRun):
     data_scripts: ClassVar[Mapping[str, str]] = {
         f"synthetic-{task}-small": f"data-prep/synthetic/prepare.py --task {task}"
         for task in synthetic.TASKS
+    } | {
+        f"synthetic-{task}-many": f"data-prep/synthetic/prepare.py --scale many --task {task}"
+        for task in synthetic.SCALES["many"].lengths
     }
     curve: ClassVar[str] = "valid_answer_accuracy"
     data_name: ClassVar[str] = "{dataset}"
