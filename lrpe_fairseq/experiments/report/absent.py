@@ -10,7 +10,7 @@ from lrpe_fairseq.experiments.report.columns import ColumnView
 from lrpe_fairseq.experiments.report.results import Results
 from lrpe_fairseq.experiments.report.sheets import Sheet
 
-MOST = 16
+MOST = 5
 """The largest number of rows of an attention type that is named."""
 
 

@@ -272,7 +272,7 @@ def _unbeaten(view: ColumnView) -> str:
     # One seed has no order: its lowest number is shown with a question mark.
     if view.is_open or view.kind == "plain":
         return f"{view.named(view.ranked()[0])} ?"
-    best, *others = view.unbeaten
+    best, *others = (row for row in view.unbeaten if row not in view.unordered)
     return view.counted(best) + (f" and {len(others)} more" if others else "")
 
 

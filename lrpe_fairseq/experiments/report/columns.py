@@ -146,13 +146,16 @@ class ColumnView:
             raise KeyError(f"{self.table.name}, {self.column.key}: {row} has no value")
         return self.cells[row].values()
 
-    def text(self, row: str) -> str:
-        """Return "mean±deviation", and the number of seeds if it is not that of most rows."""
+    def text(self, row: str, usual: int | None = None) -> str:
+        """Return "mean±deviation", and the number of seeds if it is not the usual one.
+
+        usual: the number of seeds that the page states; that of most rows if absent.
+        """
         values = list(self._values(row))
         spread = fixed(statistics.stdev(values), self.column.decimals) if len(values) > 1 else ""
         text = self.short(row) + (f"±{spread}" if spread else "")
         # Only where it differs: the page says the usual number.
-        return text if len(values) == self.seeds else f"{text} ({len(values)})"
+        return text if len(values) == (usual or self.seeds) else f"{text} ({len(values)})"
 
     @property
     def seeds(self) -> int:
@@ -162,8 +165,12 @@ class ColumnView:
 
     @property
     def seed_span(self) -> str:
-        """The number of seeds as text, such as "1 seed"; from fewest to most if rows differ."""
-        counts = {len(self.cells[row]) for row in self.ranked()}
+        """The number of seeds of all rows, as :meth:`seeds_of` has it."""
+        return self.seeds_of(*self.ranked())
+
+    def seeds_of(self, *rows: str) -> str:
+        """Return the number of seeds as text, such as "1 seed"; fewest to most if rows differ."""
+        counts = {len(self.cells[row]) for row in rows}
         low, high = min(counts), max(counts)
         span = str(low) if low == high else f"{low} to {high}"
         return f"{span} seed{'s' if high != 1 else ''}"
@@ -206,6 +213,12 @@ class ColumnView:
         return [
             a for a in rows if not any(self.mark(b, a) == orders.BETTER for b in rows if b != a)
         ]
+
+    @functools.cached_property
+    def unordered(self) -> list[str]:
+        """The unbeaten rows that are unstable against the best one: seeds differ too much."""
+        best, *others = self.unbeaten or [""]
+        return [row for row in others if self.mark(row, best) == orders.UNSTABLE]
 
     def against(self, row: str) -> dict[str, list[str]]:
         """Return verdict -> the other rows that have it against ``row``, the best mean first."""

@@ -192,9 +192,12 @@ def _rows(table: Table, view: ColumnView) -> str:
         span = f"{view.named(ranked[0])} to {view.named(ranked[-1])}"
         return f"{_place(view)}, {view.seed_span}: no verdicts ({span}).{rank_correlation(view)}"
     # Not "the best": seeds do not tell these apart.
-    names = _some([view.counted(row) for row in view.unbeaten])
+    level = [view.counted(row) for row in view.unbeaten if row not in view.unordered]
     sure = ", provisional" if view.provisional else ""
-    text = f"{_place(view)}, {view.seed_span}{sure}. Unbeaten: {names}."
+    text = f"{_place(view)}, {view.seed_span}{sure}. Unbeaten: {_some(level)}"
+    # A row that failed for some seeds would read as one of the best.
+    lost = _some([view.counted(row) for row in view.unordered])
+    text += f"; unstable against the first of them: {lost}." if lost else "."
     return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
@@ -311,18 +314,41 @@ def _changes(views: Iterable[ColumnView]) -> list[str]:
         if len(first.rows) == 1:  # the table says it
             continue
         changes = [text for view in others if (text := _change(first, view))]
-        lines += [f"{_place(first, 'relative to ')}: {'; '.join(changes)}."] if changes else []
+        place = f"{_place(first, 'relative to ')}, {_usual([first, *others])}"
+        lines += [f"{place}: {'; '.join(changes)}."] if changes else []
     return lines
 
 
+def _usual(views: list[ColumnView]) -> str:
+    """Return the number of seeds of most cells as text, such as "2 seeds"."""
+    seeds = _usual_seeds(views)
+    return f"{seeds} seed{'s' * (seeds > 1)}"
+
+
+def _usual_seeds(views: Iterable[ColumnView]) -> int:
+    return statistics.mode(len(view.cells[row]) for view in views for row in view.rows)
+
+
 def _change(first: ColumnView, view: ColumnView) -> str:
-    rows = [row for row in view.ranked() if row in first.rows and first.mean(row)]
-    if not rows:
+    changes = sorted(
+        change for row in view.ranked() if (change := _of_seeds(first, view, row)) is not None
+    )
+    if not changes:
         return ""
-    changes = sorted(100 * (view.mean(row) / first.mean(row) - 1) for row in rows)
-    if len(rows) == 1:
+    if len(changes) == 1:
         return f"{view.column.title} {changes[0]:+.1f} % (1 row)"
-    return f"{view.column.title} {changes[0]:+.1f} to {changes[-1]:+.1f} % ({len(rows)} rows)"
+    span = f"{changes[0]:+.1f} to {changes[-1]:+.1f} %"
+    return f"{view.column.title} {span} ({len(changes)} rows)"
+
+
+def _of_seeds(first: ColumnView, view: ColumnView, row: str) -> float | None:
+    """Return the change of a row's mean over the seeds that both columns have, in percent."""
+    if row not in first.rows:
+        return None
+    seeds = first.cells[row].keys() & view.cells[row].keys()
+    before = math.fsum(first.cells[row][seed] for seed in seeds)
+    after = math.fsum(view.cells[row][seed] for seed in seeds)
+    return 100 * (after / before - 1) if before else None
 
 
 def _place(view: ColumnView, before: str = "") -> str:
@@ -343,8 +369,10 @@ def grid(table: Table, views: list[ColumnView]) -> str:
     rows = [row for row in names if any(row in (*view.rows, *view.broken) for view in views)]
     beside = _ngram_names(views)
     columns = [["method", *(f"`{names[row]}`" for row in rows), *beside.values()]]
+    # Where columns are compared, one number of seeds is stated for all of them.
+    usual = _usual_seeds(views) if table.compare == "columns" and rows else None
     for view in views:
-        ours = [_ours(table, view, row) for row in rows]
+        ours = [_ours(table, view, row, usual) for row in rows]
         ngrams = [_of_yardstick(view, metric) for metric in beside]
         columns.append([_heading(view, views), *ours, *ngrams])
         if view.paper and view.column.comparable:
@@ -373,7 +401,7 @@ def _heading(view: ColumnView, views: list[ColumnView]) -> str:
     return f"{view.column.attention}, {view.column.title}" if several else view.column.title
 
 
-def _ours(table: Table, view: ColumnView, row: str) -> str:
+def _ours(table: Table, view: ColumnView, row: str, usual: int | None) -> str:
     if row in view.broken:
         return "not finite"
     if row not in view.rows:
@@ -381,7 +409,7 @@ def _ours(table: Table, view: ColumnView, row: str) -> str:
     # Where columns are compared, rows have no verdict.
     base = table.baseline if table.compare == "rows" else ""
     sign = view.sign(row, base) if base in view.rows else ""
-    return f"{view.text(row)} {sign}".strip()
+    return f"{view.text(row, usual)} {sign}".strip()
 
 
 def _theirs(view: ColumnView, row: str) -> str:
