@@ -121,8 +121,7 @@ class ProjectedAttention(nn.Module):
             )
         if self.attention_type == "softmax" and not encoding.serves_softmax:
             raise ChoiceError(
-                f"position encoding {name!r} decays every feature by a factor of its own, which is "
-                "no bias of a score; use it with linear attention"
+                f"position encoding {name!r} {encoding.no_softmax}; use it with linear attention"
             )
         wider = not encoding.serves_softmax and encoding.feature_dim != self.head_dim
         if self.normalizer == "bounded" and wider:

@@ -50,6 +50,7 @@ from lrpe_fairseq.encodings.scores.t5 import T5Bias
 from lrpe_fairseq.encodings.scores.transformer_xl import TransformerXL
 from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, COMPONENTS, Algebraic, APETree
 from lrpe_fairseq.encodings.wrappers.channel import can_be_gated_by_channel, gated_channel
+from lrpe_fairseq.encodings.wrappers.delta import Delta
 from lrpe_fairseq.encodings.wrappers.fox import FoX, can_be_gated, gated
 from lrpe_fairseq.encodings.wrappers.grid import GridEncoding
 from lrpe_fairseq.encodings.wrappers.path import Path, can_be_carried, path
@@ -86,6 +87,7 @@ ENCODINGS: dict[str, Constructor] = {
     "alibi": ALiBi,
     "fox": FoX,
     "path": Path,
+    "delta": Delta,
     "cosformer": CosFormer,
     "rope-2d": RoPE2D,
     "rope-2d-mixed": RoPE2DMixed,

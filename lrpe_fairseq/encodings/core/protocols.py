@@ -107,8 +107,9 @@ class Encoding(Float32Module):
     serves_linear: bool = False
     """True if linear attention supports it: a decomposable encoding whose decay, if any, counts
     tokens."""
-    serves_softmax: bool = True
-    """False if softmax attention has no form of it: gates of single features."""
+    no_softmax: str = ""
+    """What softmax attention cannot compute of it, as the end of a sentence about the encoding;
+    empty if it supports it."""
     properties: Properties = Properties()
     """What is promised about the scores; attention and models do not read it."""
     reads_grid: bool = False
@@ -172,6 +173,11 @@ class Encoding(Float32Module):
         self.forget_gate: nn.Module | None = None
         self.reflections: nn.Module | None = None
         self.increments: nn.Module | None = None
+
+    @property
+    def serves_softmax(self) -> bool:
+        """True if softmax attention supports it."""
+        return not self.no_softmax
 
     @property
     def softmax_scale(self) -> float:
