@@ -108,8 +108,8 @@ class Encoding(Float32Module):
     """True if linear attention supports it: a decomposable encoding whose decay, if any, counts
     tokens."""
     no_softmax: str = ""
-    """What softmax attention cannot compute of it, as the end of a sentence about the encoding;
-    empty if it supports it."""
+    """What softmax attention cannot compute, the rest of a sentence that begins with the encoding's
+    name; empty if softmax attention supports it."""
     properties: Properties = Properties()
     """What is promised about the scores; attention and models do not read it."""
     reads_grid: bool = False
@@ -173,11 +173,6 @@ class Encoding(Float32Module):
         self.forget_gate: nn.Module | None = None
         self.reflections: nn.Module | None = None
         self.increments: nn.Module | None = None
-
-    @property
-    def serves_softmax(self) -> bool:
-        """True if softmax attention supports it."""
-        return not self.no_softmax
 
     @property
     def softmax_scale(self) -> float:

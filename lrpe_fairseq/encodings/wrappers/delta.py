@@ -41,8 +41,8 @@ class Delta(Unchanged):
     The score is q_s.H_s ... H_(t+1) beta_t k_t with H_u = I - beta_u k_u k_u^T and
     k = phi(k) / |phi(k)|: the transport of PaTH with the keys as w, and keys times beta. beta is
     computed from the layer's input. With gates the state is multiplied by each of them first, as in
-    Gated DeltaNet (Yang et al., 2025, arXiv 2412.06464, Equation 10). Linear attention only. Each
-    layer has separate parameters.
+    Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024, arXiv 2412.06464). Linear attention only.
+    Each layer has separate parameters.
 
     Queries are phi(q). The authors divide them by their norms too (fla-org/flash-linear-attention
     0315a70e, ``fla/layers/delta_net.py``: ``qk_norm``), but an output that is divided by a
@@ -78,8 +78,8 @@ class Delta(Unchanged):
         "only",
         beyond="The state depends on content only: a token replaces what the state returns for its "
         "key, and what was written for other keys stays.",
-        source="[Yang et al. (2024)](https://arxiv.org/abs/2406.06484), Section 2.2; beta in "
-        "(0, 2): [Grazzi et al. (2024)](https://arxiv.org/abs/2411.12537)",
+        source="[Yang et al. (2024)](https://arxiv.org/abs/2406.06484); beta in (0, 2): "
+        "[Grazzi et al. (2024)](https://arxiv.org/abs/2411.12537)",
     )
 
     def __init__(self, spec: EncodingSpec) -> None:
