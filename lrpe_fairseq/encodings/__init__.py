@@ -87,7 +87,6 @@ ENCODINGS: dict[str, Constructor] = {
     "alibi": ALiBi,
     "fox": FoX,
     "path": Path,
-    "delta": Delta,
     "cosformer": CosFormer,
     "rope-2d": RoPE2D,
     "rope-2d-mixed": RoPE2DMixed,
@@ -111,6 +110,7 @@ ENCODINGS: dict[str, Constructor] = {
     "grape-a": GrapeA,
     "grape-ap": GrapeAP,
     "tape": TAPE,
+    "delta": Delta,
 }
 """Name on the command line -> constructor, of every encoding with an entry of its own."""
 
