@@ -190,7 +190,8 @@ def measure_compiled(
 
 def serves(attention: str, name: str) -> bool:
     """True if the encoding serves the attention type."""
-    return attention == "softmax" or encoding_class(VARIANTS.get(name, (name,))[0]).serves_linear
+    encoding = encoding_class(VARIANTS.get(name, (name,))[0])
+    return encoding.serves_linear if attention == "linear" else not encoding.no_softmax
 
 
 def step(

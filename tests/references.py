@@ -106,7 +106,8 @@ def score_matrix(
         q, k = encoding(q, k, places, places)
     scores, log_decay = q @ k.transpose(-1, -2), encoding.log_decay()
     if x is not None and encoding.reflections is not None:
-        scores = carried_scores(q, k, *encoding.transport(x, k_positions, None, None, {})[0])
+        transport, k = encoding.transport(x, k_positions, None, None, {})[0].by_keys(k)
+        scores = carried_scores(q, k, *transport)
     if log_decay is not None:
         lag = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
         lag = lag.clamp_min(0) if encoding.spec.causal else lag.abs()

@@ -69,7 +69,7 @@ BY_CHANNEL = (
 )
 CARRIED = (
     *("path:lrpe-type2", "path:lrpe-type8", "path:permuteformer", "path:ape-tree"),
-    *("gated:path", "gated:path:lrpe-type2"),
+    *("gated:path", "gated:path:lrpe-type2", "gated:delta"),
 )
 SELECTIVE = (
     *("selective:rope", "selective:lrpe-type2", "selective:lrpe-type8"),
@@ -168,11 +168,17 @@ def attention_of(name, attention_type, seed=0, **options):
     return MultiheadAttention(WIDTH, HEADS, position_encoding=name, **options).double().eval()
 
 
+def serves(name, attention_type):
+    """True if the attention type supports the encoding."""
+    encoding = encoding_of(name)
+    return encoding.serves_linear if attention_type == "linear" else not encoding.no_softmax
+
+
 PAIRS = [
     (name, attention_type)
     for name in NAMES
     for attention_type in ("linear", "softmax")
-    if getattr(encoding_of(name), f"serves_{attention_type}", False)
+    if serves(name, attention_type)
 ]
 MODES = [(*p, causal) for p in PAIRS for causal in (True, False) if causal or not is_causal(p[0])]
 HALVES = [
@@ -266,7 +272,22 @@ def test_norms_are_kept(name):
         torch.testing.assert_close(after.norm(dim=-1), before.norm(dim=-1), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", sorted({*DECOMPOSABLE} - {*NORMS_KEPT}))
+NORMS_LOST = sorted({*DECOMPOSABLE} - {*NORMS_KEPT})
+BY_KEYS = ["delta", "gated:delta"]
+"""Those whose transport has no vectors but the keys."""
+
+
+@pytest.mark.parametrize("name", BY_KEYS)
+def test_keys_that_are_carried_by_each_other_have_norm_beta(name):
+    encoding, (_, k), at = encoding_of(name), example(), torch.arange(6)
+    given, _ = encoding.transport(inputs(), at, None, None, {})
+    assert given.w is None
+    transport, keys = given.by_keys(k)
+    torch.testing.assert_close(keys.norm(dim=-1), given.beta, rtol=1e-12, atol=0)
+    torch.testing.assert_close(transport.w * k.norm(dim=-1, keepdim=True), k, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", [n for n in NORMS_LOST if n not in BY_KEYS])
 def test_an_encoding_that_does_not_keep_norms_is_not_exactly_relative(name):
     encoding, (q, k), at = encoding_of(name), example(), torch.arange(6)
     assert encoding.properties.relative != "exact"
@@ -702,8 +723,8 @@ def test_one_seed_gives_one_encoding_and_another_seed_another(name):
     assert torch.equal(scores[0], scores[2]) == (not drawn)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not encoding_of(n).serves_softmax])
-def test_an_encoding_without_a_bias_of_scores_is_refused_by_softmax_attention(name):
+@pytest.mark.parametrize("name", [n for n in NAMES if encoding_of(n).no_softmax])
+def test_an_encoding_that_softmax_attention_does_not_compute_is_refused_by_it(name):
     with pytest.raises(ValueError, match="use it with linear attention"):
         attention_of(name, "softmax")
 

@@ -320,10 +320,10 @@ class MultiheadAttention(ProjectedAttention):
         q, k, v = self._project(x, tokens=tokens)
         options = {"key_padding_mask": tokens.padding, "normalizer": self.normalizer}
         options["dtype"] = self._result_type(v)
-        options |= {"starts": tokens.starts, "transport": tokens.transport}
         if reads_content(self.normalizer):  # before the encoding replaces q and k
             options["content"] = self._content(q, k)
-        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
+        q, k, tokens = self._features_of(q, k, tokens)
+        options |= {"starts": tokens.starts, "transport": tokens.transport}
         in_slots = tokens.first_slot is not None and not keep_state
         options["log_decay"] = self._log_decay(x, tokens.padding, in_slots)
         if not keep_state:
@@ -343,7 +343,7 @@ class MultiheadAttention(ProjectedAttention):
         tokens = self._with_gates(x, tokens, past)
         q, k, v = self._project(x, tokens=tokens)
         content = self._content(q, k) if reads_content(self.normalizer) else None
-        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
+        q, k, tokens = self._features_of(q, k, tokens)
         queries = tokens
         keys = tokens
         width = k.shape[-1]
@@ -359,6 +359,17 @@ class MultiheadAttention(ProjectedAttention):
         options = {"normalizer": self.normalizer, "log_decay": self.encoding.log_decay(x.device)}
         options["dtype"] = self._result_type(v)
         return linear_attention_window(q, k, v, queries, keys, content=content, **options), past
+
+    def _features_of(self, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tokens]:
+        """Return the features of q and k (B, H, T, D), and their tokens.
+
+        A transport without vectors of its own gets them from the keys; see ``Transport.by_keys``.
+        """
+        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
+        if tokens.transport is None:
+            return q, k, tokens
+        transport, k = tokens.transport.by_keys(k)
+        return q, k, tokens._replace(transport=transport)
 
     def state_size(self, length: int) -> int:
         """Return how many numbers of keys, values and sums the state has after ``length`` tokens.
@@ -425,7 +436,7 @@ class MultiheadAttention(ProjectedAttention):
         check_tokens(x, starts=self.given.starts)
         tokens = self._of_text(x, tokens_of(x, starts=self.given.starts))
         q, k, _ = self._project(x, tokens=tokens)
-        q, k = self._features(q, k, tokens.read_by_encoding, tokens.read_by_encoding)
+        q, k, tokens = self._features_of(q, k, tokens)
         ones = q.new_ones(*q.shape[:3], 1)
         options = {"causal": self.causal, "normalizer": "none", "log_decay": self._log_decay(x)}
         options |= {"starts": tokens.starts, "transport": tokens.transport}

@@ -119,12 +119,11 @@ class ProjectedAttention(nn.Module):
                 f"position encoding {name!r} needs {needed}, which linear "
                 "attention does not compute; use it with softmax attention"
             )
-        if self.attention_type == "softmax" and not encoding.serves_softmax:
+        if self.attention_type == "softmax" and encoding.no_softmax:
             raise ChoiceError(
-                f"position encoding {name!r} decays every feature by a factor of its own, which is "
-                "no bias of a score; use it with linear attention"
+                f"position encoding {name!r} {encoding.no_softmax}; use it with linear attention"
             )
-        wider = not encoding.serves_softmax and encoding.feature_dim != self.head_dim
+        wider = encoding.no_softmax and encoding.feature_dim != self.head_dim
         if self.normalizer == "bounded" and wider:
             raise ChoiceError(
                 f"position encoding {name!r} decays each of its {encoding.feature_dim} features by "

@@ -50,6 +50,7 @@ from lrpe_fairseq.encodings.scores.t5 import T5Bias
 from lrpe_fairseq.encodings.scores.transformer_xl import TransformerXL
 from lrpe_fairseq.encodings.trees.algebraic import APE, COMPONENT, COMPONENTS, Algebraic, APETree
 from lrpe_fairseq.encodings.wrappers.channel import can_be_gated_by_channel, gated_channel
+from lrpe_fairseq.encodings.wrappers.delta import Delta
 from lrpe_fairseq.encodings.wrappers.fox import FoX, can_be_gated, gated
 from lrpe_fairseq.encodings.wrappers.grid import GridEncoding
 from lrpe_fairseq.encodings.wrappers.path import Path, can_be_carried, path
@@ -109,6 +110,7 @@ ENCODINGS: dict[str, Constructor] = {
     "grape-a": GrapeA,
     "grape-ap": GrapeAP,
     "tape": TAPE,
+    "delta": Delta,
 }
 """Name on the command line -> constructor, of every encoding with an entry of its own."""
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.parallel import sequence_parallel
 from lrpe_fairseq.encodings import QueryKeyEncoding
-from tests.test_every_encoding import NAMES, encoding_of, parts_of
+from tests.test_every_encoding import NAMES, encoding_of, parts_of, serves
 
 BATCH, WIDTH, HEADS = 2, 16, 2
 SHARDED = "fully_shard"
@@ -49,11 +49,6 @@ class Case:
         return "-".join(part for part in found if part)
 
 
-def serves(name: str, attention_type: str) -> bool:
-    """True if the attention type supports the encoding."""
-    return attention_type == "softmax" or encoding_of(name).serves_linear
-
-
 TYPES = ("linear", "softmax")
 DECOMPOSABLE = [n for n in NAMES if n != "multiplicative"]
 DECOMPOSABLE = [n for n in DECOMPOSABLE if isinstance(encoding_of(n), QueryKeyEncoding)]
@@ -74,14 +69,15 @@ EVERY_NAME = [
 NORMALIZED = [
     Case(name, "linear", masks, options={"normalizer": normalizer})
     for normalizer in ("bounded", "content", "layernorm", "none")
-    for name in ("lrpe-type2", "alibi", "gated:path:lrpe-type2")
+    for name in ("lrpe-type2", "alibi", "gated:path:lrpe-type2", "gated:delta")
     for masks in ("", "padding documents")
 ]
 WINDOWS = [
     Case(name, attention_type, masks, options={"window": 4, **options})
     for attention_type, options in [("linear", {"normalizer": "bounded"}), ("softmax", {})]
-    for name in ("rope", "fox", "path")
+    for name in ("rope", "fox", "path", "delta")
     for masks in ("", "padding documents")
+    if serves(name, attention_type)
 ]
 PARTS = [
     Case(name, attention_type, masks, options={"parts": "kv-shift,qk-norm,output-gate"})

@@ -32,16 +32,12 @@ from lrpe_fairseq.encodings import (
     is_causal_only,
 )
 from lrpe_fairseq.encodings.core.forms import Transport
+from tests.end_to_end.cases import computes
 
 BATCH, TIME, SOURCE, WIDTH, HEADS = 2, 7, 5, 16, 2
 HEAD = WIDTH // HEADS
 NAMES = (*ENCODINGS, "gated:rope", "selective:lrpe-type2", "path:rope", "ape:tree3+sequence")
-PAIRS = [
-    (name, kind)
-    for name in NAMES
-    for kind in ("linear", "softmax")
-    if kind == "softmax" or encoding_class(name).serves_linear
-]
+PAIRS = [(name, kind) for name in NAMES for kind in ("linear", "softmax") if computes(kind, name)]
 
 
 def refused(call, name, *given, **options):

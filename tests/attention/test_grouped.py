@@ -14,6 +14,7 @@ from lrpe_fairseq.attention.parts import PARTS
 from lrpe_fairseq.attention.softmax import blocks
 from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class, is_causal_only
 from lrpe_fairseq.errors import ChoiceError
+from tests.end_to_end.cases import computes
 from tests.test_every_encoding import ALGEBRAIC, BY_CHANNEL, CARRIED, FREE, GATED, SELECTIVE
 
 WIDTH, HEADS, KV, D = 20, 4, 2, 8
@@ -24,7 +25,7 @@ PAIRS = [
     (name, attention_type)
     for name in NAMES
     for attention_type in ("linear", "softmax")
-    if attention_type == "softmax" or encoding_class(name).serves_linear
+    if computes(attention_type, name)
 ]
 PAIRS += [(name, "linear") for name in BY_CHANNEL]
 SAME = {"rtol": 1e-9, "atol": 1e-9}
@@ -121,8 +122,10 @@ def test_decoding_with_grouped_queries_is_attention_to_the_whole_text(name, atte
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_of_a_group_are_equal_unless_the_encoding_says_that_it_treats_heads_apart(name):
-    """``keys_by_head``; and the state of softmax attention has one key for a group unless so."""
-    module = attention_of(name, "softmax")
+    """``keys_by_head``; and a state of keys has one key for a group unless so."""
+    kind = "softmax" if computes("softmax", name) else "linear"
+    window = None if kind == "softmax" else 4  # a state of keys, not of sums
+    module = attention_of(name, kind, window=window)
     encoding, at = module.encoding, torch.arange(3, 9)
     k = torch.randn(2, 1, 6, D, dtype=torch.float64).expand(-1, HEADS, -1, -1)
     x = inputs(6)
@@ -132,7 +135,7 @@ def test_keys_of_a_group_are_equal_unless_the_encoding_says_that_it_treats_heads
     else:
         keys = encoding.widened(x, k, k, at)[1]
     transport, _ = encoding.transport(x, at, None, None, {})
-    moved = [] if transport is None else [*transport]
+    moved = [] if transport is None else [part for part in transport if part is not None]
     if encoding.has_states:
         keys = encoding.turned(k, torch.randn(1, HEADS, 6, D, dtype=torch.float64))
     alike = all(torch.equal(part, part[:, :1].expand_as(part)) for part in (keys, *moved))

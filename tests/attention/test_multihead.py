@@ -6,6 +6,7 @@ from torch.utils._pytree import tree_map
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention, feature_map
 from lrpe_fairseq.encodings import ENCODINGS, FAMILIES
+from tests.end_to_end.cases import computes
 
 WIDTH, HEADS = 16, 2
 FOLDABLE = [name for name in FAMILIES["lrpe"].names if ":identity:" not in name]
@@ -138,7 +139,9 @@ def test_features_of_half_precision_are_rounded_but_do_not_cancel(dtype):
 
 def test_what_is_cached_follows_a_change_of_length_mask_and_device_dtype():
     for name in ENCODINGS:
-        module = module_of(position_encoding=name)
+        kind = "softmax" if computes("softmax", name) else "linear"
+        own = {"attention_type": kind, "position_encoding": name}
+        module = module_of(**own)
         for length in (5, 9, 5):
             x = torch.randn(length, 2, WIDTH, dtype=torch.float64)
             mask = torch.zeros(2, length).bool()
@@ -146,7 +149,7 @@ def test_what_is_cached_follows_a_change_of_length_mask_and_device_dtype():
             module(x)
             with torch.inference_mode():
                 module(x)
-            new = module_of(position_encoding=name)
+            new = module_of(**own)
             found, wanted = (m(x, key_padding_mask=mask)[0] for m in (module, new))
             torch.testing.assert_close(found, wanted)
         assert new.state_dict().keys() == module.state_dict().keys()

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lrpe_fairseq.attention.cross import CrossAttention
 from lrpe_fairseq.attention.multihead import MultiheadAttention
-from lrpe_fairseq.encodings import ENCODINGS, build_encoding, encoding_class, is_causal_only
+from lrpe_fairseq.encodings import ENCODINGS, build_encoding, is_causal_only
 from lrpe_fairseq.kernels import conditions
-from tests.end_to_end.cases import sampled
+from tests.end_to_end.cases import computes, sampled
 
 READS = {
     "aten::_local_scalar_dense",
@@ -31,7 +31,7 @@ CASES = {
     name: [
         (name, kind, causal)
         for kind in ("softmax", "linear")
-        if kind == "softmax" or encoding_class(name).serves_linear
+        if computes(kind, name)
         for causal in (True, False)
         if causal or not is_causal_only(name)
     ]

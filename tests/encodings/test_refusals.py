@@ -75,7 +75,7 @@ def test_gates_never_replace_other_gates(name):
     assert encoding.forget_gate is gates
 
 
-@pytest.mark.parametrize("name", ["fox", "path", "stick-breaking", "cope", "gated:rope"])
+@pytest.mark.parametrize("name", ["fox", "path", "delta", "stick-breaking", "cope", "gated:rope"])
 def test_a_causal_encoding_says_that_causal_true_is_the_cure_for_a_decoder(name):
     with pytest.raises(ChoiceError, match="or build it with causal=True for a decoder"):
         build_encoding(name, 4, 3)
@@ -100,6 +100,7 @@ def test_a_score_encoding_says_that_q_and_k_are_not_enough(name):
         ("gated:alibi", "decay and gates"),
         ("gated:path:rope", "gates and reflections"),
         ("path", "reflections"),
+        ("delta", "reflections"),
         ("permuteformer", "decay"),
     ],
 )

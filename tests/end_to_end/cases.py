@@ -29,8 +29,14 @@ def usable(kind: str = "decoder-only") -> list[Pair]:
         (attention, name)
         for name in ENCODINGS
         for attention in ATTENTION_TYPES
-        if serves(name, kind) and (attention == "softmax" or encoding_class(name).serves_linear)
+        if serves(name, kind) and computes(attention, name)
     ]
+
+
+def computes(attention: str, name: str) -> bool:
+    """True if an attention type supports the encoding ``name`` without its wrappers."""
+    encoding = encoding_class(name)
+    return encoding.serves_linear if attention == "linear" else not encoding.no_softmax
 
 
 def serves(name: str, kind: str) -> bool:

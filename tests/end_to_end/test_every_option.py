@@ -34,6 +34,7 @@ from lrpe_fairseq.encodings.fidelity import DEPARTURES
 from lrpe_fairseq.errors import ChoiceError, Refusal, one_sentence_errors
 from lrpe_fairseq.models.attention import build_attention
 from lrpe_fairseq.models.options import AttentionOptions
+from tests.end_to_end.cases import computes
 
 PARTS = [
     *(("lrpe_lm", ""), ("lrpe_roberta", ""), ("lrpe_classifier", ""), ("lrpe_vit", "")),
@@ -154,6 +155,8 @@ def given_with(name, value):
     """The options of a model that has ``name`` with ``value``: the encoding that reads it, too."""
     readers = [known for known in ENCODINGS if name in options_read_by(known)]
     encoding = {"position_encoding": readers[0]} if readers else {}
+    if readers and not computes("softmax", readers[0]):
+        encoding["attention_type"] = "linear"
     return {**MODEL, **encoding, **needed_by(name, value), name: value}
 
 

@@ -270,6 +270,10 @@ def test_every_encoding_stands_in_a_pretrained_model(attention, encoding):
         with pytest.raises(ChoiceError, match="needs the score matrix"):
             converted(attention_type=attention, position_encoding=encoding)
         return
+    if attention == "softmax" and encoding_class(encoding).no_softmax:
+        with pytest.raises(ChoiceError, match="use it with linear attention"):
+            converted(attention_type=attention, position_encoding=encoding)
+        return
     model = converted(attention_type=attention, position_encoding=encoding)
     model.train()
     model(tokens(), labels=tokens(), use_cache=False).loss.backward()

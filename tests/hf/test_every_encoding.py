@@ -9,8 +9,8 @@ pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 import torch
 from transformers import AutoModelForCausalLM
 
-from lrpe_fairseq.encodings import FAMILIES, encoding_class
-from tests.end_to_end.cases import each_encoding_once, sampled, usable
+from lrpe_fairseq.encodings import FAMILIES
+from tests.end_to_end.cases import computes, each_encoding_once, sampled, usable
 from tests.hf.models import (
     GREEDY,
     WITH_LOGITS,
@@ -30,7 +30,7 @@ FREE = [
     if prefix != "lrpe"
     for name in family.names
     for attention in ("linear", "softmax")
-    if (prefix != "gated-channel" if attention == "softmax" else encoding_class(name).serves_linear)
+    if computes(attention, name) and (prefix, attention) != ("gated-channel", "softmax")
 ]
 EVERY = sampled([*usable(), *FREE], each_encoding_once())
 pytestmark = pytest.mark.parametrize(("attention", "encoding"), EVERY)

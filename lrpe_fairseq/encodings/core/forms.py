@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lrpe_fairseq.encodings.core.positions import Lags
 
@@ -77,10 +78,24 @@ class Transport(NamedTuple):
     Decays, gates and all other terms act on these scores as on any others.
     """
 
-    w: Tensor
-    """(B, H, T, D'), of norm 1 and encoded like a key; float32 or wider."""
+    w: Tensor | None
+    """(B, H, T, D'), of norm 1 and encoded like a key; float32 or wider. None: the keys themselves;
+    see :meth:`by_keys`."""
     beta: Tensor
     """(B, H, T), in [0, 2]; 0 at padding."""
+
+    def by_keys(self, k: Tensor) -> tuple["Transport", Tensor]:
+        """Return the transport with its w, and the keys that it carries.
+
+        k: (B, H, T, D'), the encoded keys of the same tokens. With a w both are returned unchanged.
+        Without one, w_t = k_t / |k_t| and the keys are beta_t w_t. The sums of linear attention are
+        then those of the delta rule. Both are float32 or wider.
+        """
+        if self.w is not None:
+            return self, k
+        wide = torch.promote_types(k.dtype, self.beta.dtype)
+        w = F.normalize(k.to(wide), dim=-1)
+        return Transport(w, self.beta), self.beta.unsqueeze(-1) * w
 
     def of(self, part: slice) -> "Transport":
         """Return the reflections of a slice of the tokens."""

@@ -107,8 +107,9 @@ class Encoding(Float32Module):
     serves_linear: bool = False
     """True if linear attention supports it: a decomposable encoding whose decay, if any, counts
     tokens."""
-    serves_softmax: bool = True
-    """False if softmax attention has no form of it: gates of single features."""
+    no_softmax: str = ""
+    """What softmax attention cannot compute, the rest of a sentence that begins with the encoding's
+    name; empty if softmax attention supports it."""
     properties: Properties = Properties()
     """What is promised about the scores; attention and models do not read it."""
     reads_grid: bool = False

@@ -63,7 +63,8 @@ def gated_channel(
     """
     encoding = inner(spec)
     encoding.forget_gate = ChannelGate(spec, channels_of(encoding))
-    encoding.causal_only, encoding.serves_softmax = True, False
+    encoding.causal_only = True
+    encoding.no_softmax = "decays every feature by a factor of its own, which is no bias of a score"
     encoding.unsplit = (
         "gates of single features cannot be split over processes: choose gated:<name>, or train "
         "in one process"

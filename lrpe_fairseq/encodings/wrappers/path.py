@@ -66,10 +66,19 @@ class Reflections(nn.Module):
         taps = self.filter.to(wide)
         y, tail = causal_filter(y, taps, padding=padding, starts=starts, tail=tail)
         y = F.silu(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        beta = 2 * F.linear(x, self.weight.to(wide), self.bias.to(wide)).sigmoid().transpose(1, 2)
-        if padding is not None:
-            beta = beta.masked_fill(padding.unsqueeze(1), 0.0)
+        beta = betas(x, self.weight, self.bias, 2.0, padding)
         return F.normalize(y, dim=-1), beta, tail
+
+
+def betas(
+    x: Tensor, weight: Tensor, bias: Tensor, largest: float, padding: Tensor | None
+) -> Tensor:
+    """Return beta_u = largest sigmoid(b_h x_u + c_h), (B, H, T) in the dtype of x (B, T, C).
+
+    weight: b, (H, C). bias: c, (H,). padding: (B, T), true where beta is 0, or None.
+    """
+    beta = largest * F.linear(x, weight.to(x), bias.to(x)).sigmoid().transpose(1, 2)
+    return beta if padding is None else beta.masked_fill(padding.unsqueeze(1), 0.0)
 
 
 CARD = Card(

@@ -217,7 +217,8 @@ def _position(encoding: Encoding) -> str:
 
 def contact_sheet(path: Path) -> None:
     """Draw the weights of every method's causal softmax attention before training, as a PNG."""
-    shown = [name for name in ENCODINGS if methods.public_name(name) == name]
+    public = [name for name in ENCODINGS if methods.public_name(name) == name]
+    shown = [name for name in public if not built(name).no_softmax]
     columns = 8
     rows = math.ceil(len(shown) / columns)
     figure = plots.blank(1.25 * columns, 1.42 * rows)
