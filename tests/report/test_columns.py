@@ -9,7 +9,7 @@ from lrpe_fairseq.experiments.records.files import ROOT
 from lrpe_fairseq.experiments.records.methods import method, public_name
 from lrpe_fairseq.experiments.records.runs import write_run
 from lrpe_fairseq.experiments.records.tables import load_tables
-from lrpe_fairseq.experiments.report import columns, kinds, orders, priors
+from lrpe_fairseq.experiments.report import columns, kinds, orders, pages, priors
 from lrpe_fairseq.experiments.report.results import Results
 from tests.test_results import make_run
 
@@ -118,6 +118,18 @@ def test_no_two_rows_of_a_table_of_this_repository_have_one_name():
             assert len(own) == len(set(own)), table.name
 
 
+def test_a_row_that_is_unstable_against_the_best_is_unbeaten_but_has_no_order(root):
+    for seed, factor in ((1, 0.5), (2, 40.0), (3, 900.0)):
+        metrics = measured(MEANS["rope"], seed)
+        perplexity = factor * MEANS["rope"]
+        metrics["valid"]["blocks"] |= {"ppl": perplexity, "loss": math.log2(perplexity)}
+        save(root, "rope", seed, metrics)
+    view = column(root)
+    assert "RoPE" in view.unbeaten
+    assert view.unordered == ["RoPE"]
+    assert "; unstable against the first of them: `rope` " in pages.verdict(view.table, [view])
+
+
 def test_a_column_answers_what_a_template_asks(root):
     view = column(root)
     assert view.rows == ["Base", "RoPE", "Type2", "PER-LN"]
@@ -133,6 +145,8 @@ def test_a_column_answers_what_a_template_asks(root):
     assert view.versus("RoPE", "Base").startswith("better (provisional), -17 %")
     assert view.versus("RoPE", "SPE") == "not measured"
     assert view.text("Base") == "60.30±0.10"
+    assert view.text("Base", usual=2) == "60.30±0.10 (3)"
+    assert (view.seeds_of("Base"), view.unordered) == ("3 seeds", [])
     assert view.named("Type2") == "`lrpe-type2` 50.40"
     assert view.named("PER-LN") == "`permuteformer, layernorm` 40.30"
     assert view.paper["Base"] == 34.0
