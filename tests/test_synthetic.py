@@ -145,7 +145,7 @@ def test_samples_of_scale_many_have_four_times_the_keys(task):
 
 
 def test_a_task_that_a_scale_lacks_is_refused():
-    with pytest.raises(UserError, match="--scale many is for mqar and mqrar: leave it out for copy"):
+    with pytest.raises(UserError, match="--scale many is for mqar and mqrar: leave it out"):
         Recipe("copy", "many")
 
 

@@ -56,7 +56,7 @@ CELLS = {
     "pathfinder16": ("tmlr-table4", paths, 16),
     "cifar10-jpeg": ("ape-cifar10", images, 10),
 }
-"""Folder of the data -> table, the function that makes a small form of it, and the examples of its test."""
+"""Folder of the data -> table, the function that makes a small form, and its test examples."""
 
 
 def finished(run, data, folder, *overrides):
