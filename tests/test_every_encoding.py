@@ -6,6 +6,7 @@ with floor F and parameter P of the angles.
 An exception is a capability field on the class, which a test asserts; no name is skipped.
 """
 
+import ast
 import itertools
 import math
 from contextlib import nullcontext
@@ -90,9 +91,14 @@ FLOORED = (
     *("gated:lrpe-tmlr-type1^none-log", "selective:lrpe-type1^turn-plain"),
     "path:lrpe-type6^turn-plain",
 )
+CHOSEN = (
+    *("lrpe-type2%angle_lr_scale=0.1", "lrpe-type2%rotation_spectrum='turns',context_length=128"),
+    *("rope%rotation_spectrum='proportional',rotation_fraction=0.5", "grape-a%grape_gates='query'"),
+    "grape-a%grape_gates='query-key'",
+)
 NAMES = (
     *(*ENCODINGS, *HERE_ONLY, *FREE, *ALGEBRAIC, *GATED, *BY_CHANNEL, *CARRIED),
-    *(*SELECTIVE, *GRIDS, *SCALED, *FLOORED),
+    *(*SELECTIVE, *GRIDS, *SCALED, *FLOORED, *CHOSEN),
 )
 WIDTH, HEADS, D = 16, 2, 8
 
@@ -116,7 +122,8 @@ def inputs(length=6, batch=2):
 
 
 def parts_of(name):
-    """Return the name and options of "NAME", "NAME^F-P", "NAME~S", "NAME@W" or "NAME@W:GRID"."""
+    """Return the name and options of "NAME", also with "^F-P", "~S", "@W", "@W:GRID", "%O=V"."""
+    name, _, chosen = name.partition("%")
     name, _, angles = name.partition("^")
     name, _, scaling = name.partition("~")
     name, _, grid = name.partition("@")
@@ -126,6 +133,9 @@ def parts_of(name):
     of_angles = {"angle_floor": floor, "angle_parameter": parameter}
     of_angles |= {"context_length": 128} if floor != "none" else {}
     own = (own if scaling else {}) | (of_angles if angles else {})
+    for option in filter(None, chosen.split(",")):
+        key, _, value = option.partition("=")
+        own[key] = ast.literal_eval(value)
     return name, EncodingOptions(grid_width=int(width or 0), position_grid=kind or "flat", **own)
 
 
