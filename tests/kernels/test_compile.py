@@ -138,6 +138,26 @@ def test_padding_is_compiled(attention_type, causal):
     assert_same_gradients(function, compiled, x, [x, *module.parameters()])
 
 
+@pytest.mark.parametrize(
+    ("attention_type", "name"),
+    [("linear", "fox"), *(("softmax", name) for name in ("rope", "fox", "t5", "stick-breaking"))],
+)
+def test_decoding_step_by_step_is_one_graph_for_every_length(attention_type, name):
+    module = attention_of(attention_type, name)
+
+    def step(x, state):
+        return module.attend(x, state=state, keep_state=True)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 16, 32, dtype=torch.float64)
+    with torch.no_grad():
+        outputs, state = [], None
+        for part in x.split([4, *[1] * 12], dim=1):  # a prompt, then more tokens than graphs
+            found, state = compiled(part, state)
+            outputs.append(found)
+        torch.testing.assert_close(torch.cat(outputs, 1), module.attend(x)[0])
+
+
 @pytest.mark.parametrize("attention_type", ["linear", "softmax"])
 def test_cross_attention_is_compiled(attention_type):
     torch.manual_seed(0)

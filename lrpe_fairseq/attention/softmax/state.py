@@ -136,8 +136,8 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
     """Return the state after the tokens of ``new``. ``past`` stays valid.
 
     Without gradients the tokens are appended to a preallocated buffer, whose capacity is doubled
-    when it is full, so a token costs O(1) copies on average instead of O(S). With gradients all
-    tensors are concatenated.
+    when it is full, so a token costs O(1) copies on average instead of O(S). With gradients, and in
+    a compiled graph, which cannot ask where a tensor lies, all tensors are concatenated.
     """
     if past is None:
         return new
@@ -146,7 +146,7 @@ def extend_state(past: SoftmaxState | None, new: SoftmaxState) -> SoftmaxState:
         counted=past.counted and new.counted,
         packed=past.packed or new.packed,
     )
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         pairs = zip(past.parts, new.parts, strict=True)
         return after.with_parts(map(torch.cat, pairs, KVBuffer.AXES))
     seen, more = past.keys.shape[2], new.keys.shape[2]
