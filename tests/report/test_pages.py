@@ -172,6 +172,19 @@ def test_columns_are_compared_with_the_first_where_the_table_says_so(root):
     assert (valid.endswith(" (1)"), test.endswith(" (1)")) == (False, True)
 
 
+def test_a_table_without_verdicts_is_a_line_on_the_page_of_another(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    path.write_text(path.read_text() + "page: other\n")
+    assert "| `rope` |" in rendered(root)["results/other.md"]
+    for run in (root / "results" / "runs" / "demo").glob("*-[23].json"):
+        run.unlink()
+    page = rendered(root)["results/other.md"]
+    assert "No row has a verdict, so only the CSV has the numbers." in page
+    assert "| `rope` |" not in page
+    assert "rope" in rendered(root)["results/demo.csv"]
+    assert not pages.pictures(root)
+
+
 def test_every_picture_is_drawn_and_equal_content_has_equal_bytes(root):
     results_of.cache_clear()
     [(path, draw)] = pages.pictures(root).items()

@@ -94,7 +94,7 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
         f"{FOLDER}/{picture(sheet)}": functools.partial(_draw, views=views)
         for sheet, views in every
         # A picture of two rows says less than the table.
-        if has_picture(views)
+        if has_picture(views) and not _without_verdicts(sheet.table, views)
     }
     for sheet, _ in every:
         drawn |= maps.pictures(results, sheet, FOLDER) | curves.pictures(results, sheet, FOLDER)
@@ -106,9 +106,13 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
     sheets = results.sheets_of(table.name)
     runs = {name: run for sheet in sheets for name, run in sheet.runs.items()}
     folders = sorted({name.split("/")[0] for name in runs})
+    views = [view for sheet in sheets for view in results.headlines(sheet)]
+    brief = _without_verdicts(table, views)
+    groups = [] if brief else sheets
     return {
         "table": table,
-        "groups": [_group(results, x, views) for x in sheets if (views := results.headlines(x))],
+        "brief": brief,
+        "groups": [_group(results, x, views) for x in groups if (views := results.headlines(x))],
         "runs": len(runs),
         "changed": sum(run["commit"].endswith("-dirty") for run in runs.values()),
         "rates": selection.other_rates(results, table),
@@ -116,6 +120,11 @@ def _section(results: Results, table: Table) -> dict[str, Any]:
         "folders": markdown.listed([f"[runs/{name}](runs/{name})" for name in folders]),
         "commands": markdown.listed([f"`{x}`" for x in _commands(table, sheets)]),
     }
+
+
+def _without_verdicts(table: Table, views: Iterable[ColumnView]) -> bool:
+    """True for a table on the page of another one whose rows have no verdict: it gets a line."""
+    return bool(table.page) and table.compare == "rows" and all(view.is_open for view in views)
 
 
 def _used(sheets: list[Sheet]) -> str:
