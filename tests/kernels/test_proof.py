@@ -19,7 +19,7 @@ from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import dispatch, loader, probe_triton, proof, triton_calls
 from lrpe_fairseq.kernels.encode import encode_cpu
 from tests import triton_probe
-from tests.kernels.injected import Fails, Wrong, kernels_of, replaced
+from tests.kernels.injected import Fails, Misled, Wrong, kernels_of, replaced
 
 pytestmark = [
     pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not()),
@@ -80,6 +80,8 @@ def softmax(form, **masks):
         if form == "table":
             leaves.append(torch.linspace(-1, 1, 34).view(2, 17).requires_grad_())
             arguments |= {"causal": True, "table": leaves[3], "first_lag": -8}
+        if form == "decay":
+            arguments |= {"causal": True, "decay": torch.tensor([-0.5, -0.1])}
         run = dispatch.stick_attention if form == "stick" else dispatch.flash_attention
         out = run(*leaves[:3], **arguments)
         if out is None:  # as attention computes what no kernel serves
@@ -185,6 +187,40 @@ def test_a_kernel_one_number_of_which_is_wrong_does_not_serve(
     assert all(map(torch.equal, found, wanted))
     (warning,) = warnings_of(caplog)
     assert f"{said} differs from the definition by" in warning
+
+
+def of_another_head(by_head):
+    """Values by head in the order of the other heads."""
+    return by_head.flip(0).contiguous()
+
+
+MISLED = [
+    ("output_kernel", "table_ptr", softmax("table"), "result 1"),
+    ("key_gradient_kernel", "table_ptr", softmax("table"), "the gradient of k"),
+    ("output_kernel", "decay_ptr", softmax("decay"), "result 1"),
+    ("query_gradient_kernel", "decay_ptr", softmax("decay"), "the gradient of q"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "argument", "call", "said"), MISLED)
+def test_a_kernel_that_takes_the_row_of_another_head_does_not_serve(
+    kernel, argument, call, said, monkeypatch, caplog
+):
+    wanted = without_triton(call, monkeypatch)
+    with replaced(monkeypatch, "flash.flash_kernels", kernel, Misled(argument, of_another_head)):
+        found = computed(call)
+    assert all(map(torch.equal, found, wanted))
+    (warning,) = warnings_of(caplog)
+    assert f"{said} differs from the definition by" in warning
+
+
+def test_a_kernel_that_takes_the_keys_of_another_text_does_not_serve(monkeypatch, caplog):
+    call = softmax("table")
+    misled = Misled("k_ptr", lambda k: k.flip(0))
+    with replaced(monkeypatch, "flash.flash_kernels", "output_kernel", misled):
+        computed(call)
+    (warning,) = warnings_of(caplog)
+    assert "result 1 differs from the definition by" in warning
 
 
 def after_a_proof(call, monkeypatch):
