@@ -395,6 +395,18 @@ def test_gates_of_another_precision_need_a_proof_of_their_own():
     assert len(keys) == 2
 
 
+@pytest.mark.parametrize("name", ["by_query", "by_key"])
+def test_biases_of_tokens_of_another_precision_need_a_proof_of_their_own(name):
+    proofs = importlib.import_module(triton_calls.PROOFS[triton_calls.FLASH])
+    x = torch.rand(1, 2, 9, 16).half()
+    given = [x.to(t) for t in (torch.float16, torch.float32)]
+    keys = {proofs.key_of(proofs.FLASH, x, x, x, **{name: own}) for own in given}
+    assert len(keys) == 2
+    for own in given:
+        example = proofs.example_of(proofs.FLASH, x, x, x, **{name: own})
+        assert example.inputs[name].dtype == own.dtype
+
+
 # --- keys, threads, capture ----------------------------------------------------------------------
 
 

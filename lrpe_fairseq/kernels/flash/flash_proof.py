@@ -49,7 +49,7 @@ def key_of(
         _length_like(q.shape[2]),
         min(alignment(x) for x in (q, k, v)),
         q.requires_grad or k.requires_grad or v.requires_grad,
-        *(x if x is None else x.requires_grad for x in given),
+        *(None if x is None else (x.dtype, x.requires_grad) for x in given),
         padding is not None,
         segments is not None,
         window is not None,
