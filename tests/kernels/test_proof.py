@@ -5,6 +5,7 @@ The kernels run in Triton's interpreter, and failures are injected at their laun
 
 import importlib
 import logging
+import re
 import threading
 from functools import partial
 
@@ -341,23 +342,104 @@ def test_where_the_definition_fails_too_one_sentence_names_the_switch(monkeypatc
 # --- proofs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", CALLS)
-def test_a_proof_launches_what_the_call_does_and_draws_no_random_numbers(module, monkeypatch):
-    seen = {True: set(), False: set()}
+STRIDE = re.compile("[a-z]{1,2}[bht]")
+
+
+def compiled_for(kernel, args, constants):
+    """What the code of a launch depends on; as ``loader._key``, which knows compiled kernels."""
+    found = [kernel.fn.__name__, *sorted(constants.items())]
+    for name, x in zip(kernel.arg_names, args, strict=False):
+        if isinstance(x, torch.Tensor):
+            found.append((name, x.dtype, x.data_ptr() % 16 == 0))
+        elif "UNIT" not in constants and STRIDE.fullmatch(name):
+            found.append((name, x % 16 == 0))
+    return tuple(found)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What proofs (True) and calls (False) launch."""
+    found = {True: set(), False: set()}
 
     def launch(kernel, grid, args, constants):
         in_proof = threading.current_thread().name == "lrpe_fairseq-proof"
         if kernel.fn.__module__ != probe_triton.__name__:
-            seen[in_proof].add((kernel.fn.__name__, *sorted(constants.items())))
+            found[in_proof].add(compiled_for(kernel, args, constants))
         kernel[grid](*args, **constants)
 
     monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
     monkeypatch.setattr(loader, "_launch", launch)
+    return found
+
+
+@pytest.mark.parametrize("module", CALLS)
+def test_a_proof_launches_what_the_call_does_and_draws_no_random_numbers(module, seen):
     state = torch.get_rng_state()
     computed(CALLS[module])
     assert torch.equal(torch.get_rng_state(), state)
     assert seen[False] == seen[True]
     assert seen[True]
+
+
+def one_element_later(x):
+    """x in memory that starts an element after a multiple of 16 bytes."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return memory[1:].view(x.shape).copy_(x.detach()).requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("module", CALLS)
+def test_inputs_that_start_elsewhere_have_a_proof_of_their_own(module, seen, monkeypatch):
+    computed(CALLS[module])
+    proved = len(proof._known)
+    given = rows
+
+    def moved(*args, **options):
+        return [one_element_later(x) for x in given(*args, **options)]
+
+    monkeypatch.setitem(globals(), "rows", moved)
+    for found in seen.values():
+        found.clear()
+    computed(CALLS[module])
+    assert len(proof._known) > proved
+    assert all(proof._known.values())
+    assert seen[False] == seen[True]
+
+
+def in_wide_rows(x):
+    """x in rows that are no multiple of 16 numbers apart."""
+    return torch.empty(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)[..., :-1].copy_(x)
+
+
+def repeated(x):
+    """The first number of every row of x, for all of the row, as the gradient of a sum."""
+    return x[..., :1].expand_as(x)
+
+
+@pytest.mark.parametrize("laid_out", [one_element_later, in_wide_rows, repeated])
+@pytest.mark.parametrize("module", CALLS)
+def test_gradients_that_lie_otherwise_run_the_kernels_of_the_proof(module, laid_out, seen):
+    out, leaves = CALLS[module]()
+    grad = laid_out(torch.arange(out.numel()).cos().view_as(out).to(out.dtype))
+    found = torch.autograd.grad(out, leaves, grad)
+    assert seen[False] == seen[True]
+    out, leaves = CALLS[module]()
+    wanted = torch.autograd.grad(out, leaves, grad.clone(memory_format=torch.contiguous_format))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_an_example_lies_in_memory_as_its_call_does():
+    x = torch.rand(2, 3, 4, 5).requires_grad_()
+    example = proof.Example(None, {"x": x, "none": None, "y": x[..., :3], "z": x}, (), None)
+    assert proof.placed(example, (True, True)) is example
+    inputs = proof.placed(example, (False, True, False)).inputs
+    for name, moved in (("x", True), ("y", True), ("z", False)):
+        assert torch.equal(inputs[name], example.inputs[name])
+        assert inputs[name].stride() == example.inputs[name].stride()
+        assert (inputs[name].data_ptr() % 16 != 0) == moved
+    repeated = proof.Example(None, {"x": torch.rand(3, 1).expand(3, 4)}, (), None)
+    moved = proof.placed(repeated, (False,)).inputs["x"]
+    assert torch.equal(moved, repeated.inputs["x"])
+    assert moved.data_ptr() % 16 == 4
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

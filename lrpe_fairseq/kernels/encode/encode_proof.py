@@ -11,6 +11,7 @@ from lrpe_fairseq.kernels.encode import encode_triton
 from lrpe_fairseq.kernels.encode.encode import Angles, Variant
 from lrpe_fairseq.kernels.encode.encode_triton import Arguments
 from lrpe_fairseq.kernels.proof import Example, Key, Numbers, Tensors, alignment
+from lrpe_fairseq.kernels.proof import key_of as proof_key
 
 FAMILY = "encodings of queries and keys"
 BATCH, HEADS, TIME = 2, 2, 37
@@ -19,7 +20,7 @@ BATCH, HEADS, TIME = 2, 2, 37
 
 def key_of(*arguments: *Arguments) -> Key:
     """Return the family, the device and the constants of ``encode_triton.encode(*arguments)``."""
-    q, k, normal, angles, q_positions, _, variant = arguments
+    q, k, normal, angles, q_positions, k_positions, variant = arguments
     theta, column, _ = angles if isinstance(angles, Angles) else (angles, None, 0)
     parameters = normal, theta, column, q_positions
     phase_axes = q_positions.dim() if q_positions.is_complex() else 0
@@ -35,7 +36,8 @@ def key_of(*arguments: *Arguments) -> Key:
         phase_axes,
         q_positions.numel() > 0,
     )
-    return Key(FAMILY, q.device, constants)
+    places = (x if x.is_contiguous() or not phase_axes else None for x in (q_positions, k_positions))
+    return proof_key(FAMILY, q.device, constants, (q, k, normal, theta, column, *places))
 
 
 def _by_head(theta: Tensor | None, variant: Variant) -> bool:

@@ -28,7 +28,7 @@ from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import encode as defined
 from lrpe_fairseq.kernels.encode.encode import Angles, Transform, Variant
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.results import result_like
+from lrpe_fairseq.kernels.results import gradient_rows, result_like
 from lrpe_fairseq.kernels.tiles_triton import cdiv
 
 ELEMENTS = 2048  # maximum number of features of one head in the registers of a program
@@ -149,7 +149,7 @@ class _Encoded(torch.autograd.Function):
         ctx, saved: tuple[Tensor | None, ...], grad_q: Tensor, grad_k: Tensor
     ) -> list[Tensor | None]:
         q, k, v, theta, column, *positions = saved
-        grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
+        grads = [gradient_rows(g) for g in (grad_q, grad_k)]
         of_rows = [result_like(grads[0], width, time=time) for _, _, time, width in ctx.shapes]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
         learned = (theta if turns else None, column if turns else None, v if of_v else None)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lrpe_fairseq.kernels.flash import flash, flash_triton, stick_triton
 from lrpe_fairseq.kernels.flash.flash_triton import Options
 from lrpe_fairseq.kernels.proof import Example, Key, Numbers, Tensors, alignment
+from lrpe_fairseq.kernels.proof import key_of as proof_key
 
 FLASH, STICK = "softmax attention", "stick-breaking attention"
 BATCH, HEADS = 2, 2
@@ -56,7 +57,7 @@ def key_of(
         flash.dropout_of(dropout)[0] > 0,
         _is_clipped(q, k, causal, window, **terms),
     )
-    return Key(family, q.device, constants)
+    return proof_key(family, q.device, constants, (q, k, v))
 
 
 def _length_like(count: int) -> int:

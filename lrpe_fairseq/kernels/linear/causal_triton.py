@@ -28,6 +28,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.linear import causal, sweep_triton
 from lrpe_fairseq.kernels.loader import launch, on_device
+from lrpe_fairseq.kernels.results import aligned
 from lrpe_fairseq.kernels.tiles_triton import cdiv, fits_registers, power_of_two
 
 CHUNK = 64
@@ -136,11 +137,11 @@ class _Sums(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, states, keys, decay, out, denominator = saved
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        grad = grad.contiguous().flatten(0, 1).float()
+        grad = aligned(grad.contiguous().flatten(0, 1).float())
         g = None
         wanted, eps = ctx.settings
         if wanted == "sums":
-            g = grad_denominator.contiguous().flatten(0, 1).float()
+            g = aligned(grad_denominator.contiguous().flatten(0, 1).float())
         if wanted == "normalized":
             grad, g = _through_quotient(grad, out, denominator, eps)
         with_gates = ctx.needs_input_grad[3]

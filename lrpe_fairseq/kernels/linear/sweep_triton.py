@@ -29,7 +29,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import empty_rows, launch
-from lrpe_fairseq.kernels.results import narrow, result_like, result_type
+from lrpe_fairseq.kernels.results import aligned, gradient_rows, narrow, result_like, result_type
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
     capability,
@@ -228,7 +228,8 @@ class _Sweep(torch.autograd.Function):
 
         def by_kernels() -> list[Tensor | None]:
             call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
-            *grads, of_gates = _gradients(call, q, k, v, straight(grad), grad_denominator, *kept)
+            rows = gradient_rows(grad)
+            *grads, of_gates = _gradients(call, q, k, v, rows, grad_denominator, *kept)
             if of_gates is not None:
                 of_gates = of_gates.unflatten(0, q.shape[:2]).to(log_decay.dtype)
             return [*grads, of_gates]
@@ -277,7 +278,7 @@ def _gradients(
     if out is None:  # only a quotient has them; the kernels do not read these pointers
         out, denominator = grad, q
     g = call.vector(q.shape[2]) if grad_denominator is None else grad_denominator
-    g = g.float().contiguous()
+    g = aligned(g.float().contiguous())
     grads = [empty_rows(x) for x in (q, k, v)]
     dq, dk, dv = grads
     products = call.vector(q.shape[2]) if call.with_gates else q
