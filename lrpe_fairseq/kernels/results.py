@@ -33,7 +33,14 @@ def gradient_rows(x: Tensor) -> Tensor:
     near = x.stride(3) == 1 and x.stride(2) < FARTHEST
     if near and is_aligned(x) and not any(step % unit for step in x.stride()[:3]):
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def with_near_heads(x: Tensor) -> Tensor:
+    """Return x (B, H, T, .), copied with heads inside if the offset of a head may pass int32."""
+    if x.shape[1] * x.stride(1) < 2**31:
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def result_like(

@@ -22,7 +22,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.flash import flash, flash_kernels, flash_tiles
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.results import aligned, gradient_rows, result_like
+from lrpe_fairseq.kernels.results import aligned, gradient_rows, result_like, with_near_heads
 from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, straight
 
 MARGIN = flash_tiles.MARGIN.value
@@ -238,13 +238,13 @@ def defined(
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return x with contiguous rows, of which MARGIN lie within 2^31 elements."""
-    return straight(x.detach().resolve_neg())
+    """Return x with contiguous rows, of which MARGIN lie within 2^31 elements, as heads do."""
+    return with_near_heads(straight(x.detach().resolve_neg()))
 
 
 def gradient_of(grad: Tensor) -> Tensor:
     """Return an incoming gradient as :func:`rows_of`, in memory as in proofs."""
-    return gradient_rows(grad.detach().resolve_neg())
+    return gradient_rows(with_near_heads(grad.detach().resolve_neg()))
 
 
 def _rounded(count: int) -> int:

@@ -355,7 +355,7 @@ SIZES = ["T", "N", "H"]
 @triton.jit
 def _rows(base, sequence, t, column, inside, T, WIDTH: tl.constexpr):
     """Load a block of (L, T, WIDTH) as float32, zero outside."""
-    at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
+    at = (sequence * T + t[:, None]) * WIDTH + column[None, :]  # int64
     return tl.load(base + at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0).to(
         tl.float32
     )
@@ -423,7 +423,7 @@ def _visible(scores, row, total, DECAYS: tl.constexpr):
 @triton.jit
 def _store_rows(base, x, sequence, t, column, inside, T, WIDTH: tl.constexpr):
     """Write a block of (L, T, WIDTH), cast to the dtype of the memory."""
-    at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
+    at = (sequence * T + t[:, None]) * WIDTH + column[None, :]  # int64
     mask = inside[:, None] & (column < WIDTH)[None, :]
     tl.store(base + at, x.to(base.dtype.element_ty), mask=mask)
 

@@ -59,6 +59,10 @@ GATED = 1024
 """Longest part, in tokens, if gates need a gradient. It is a sum of differences over later tokens,
 which starts anew in every part, so that rounding errors do not add up."""
 
+MOST_PARTS = 65535
+"""Parts of a sequence, which are on the second axis of a grid. With gates, those of a text above
+2^26 tokens are longer than :data:`GATED`."""
+
 SPAN = 64
 """Tokens; the parts of a sequence are multiples of it, and no tile is longer."""
 
@@ -142,7 +146,10 @@ class _Call:
     def span(self) -> int:
         """The number of tokens in a part."""
         span = SPAN * cdiv(cdiv(self.q.shape[2], SPAN), max(1, PROGRAMS // self.sequences))
-        return min(span, GATED) if self.with_gates else span
+        if not self.with_gates:
+            return span
+        fewest = SPAN * cdiv(self.q.shape[2], SPAN * MOST_PARTS)
+        return min(span, max(GATED, fewest))
 
     @cached_property
     def parts(self) -> int:
@@ -242,7 +249,8 @@ def _sums_of_logarithms(call: _Call, gates: Tensor) -> Tensor:
     _, heads, time, _ = call.q.shape
     logs = call.vector(cdiv(time, SPAN), 2, SPAN)
     rows = with_strides(gates.detach())
-    launch(_logarithms_kernel, logs.shape[:2], *rows, logs, time, heads, num_warps=2)
+    grid = (call.sequences * logs.shape[1],)  # CUDA allows 65,535 blocks on the other axes
+    launch(_logarithms_kernel, grid, *rows, logs, time, heads, num_warps=2)
     return logs
 
 
@@ -313,15 +321,16 @@ SIZES = ["T", "H", "each"]
 @triton.jit(do_not_specialize=["gb", "gh", "gt", "T", "H"])
 def _logarithms_kernel(gate_ptr, gb, gh, gt, log_ptr, T, H):
     """Write the sums of logarithms up to each token of a block (L, N, 2, BLOCK): the exact part,
-    and the rest. Program 1 is the block."""
-    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    and the rest. There is a program for every block of every sequence."""
+    blocks = tl.cdiv(T, BLOCK)
+    sequence, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     row = tl.arange(0, BLOCK)
     t = block * BLOCK + row
     at = head(gate_ptr, sequence, H, gb, gh) + t.to(tl.int64) * gt
     log = tl.load(at, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
     log = tl.maximum(log, LOWEST, tl.PropagateNan.ALL)
     step = tl.ceil(log * GRID) / GRID
-    log_ptr += (sequence * tl.num_programs(1) + block) * 2 * BLOCK + row
+    log_ptr += (sequence * blocks + block) * 2 * BLOCK + row
     tl.store(log_ptr, tl.cumsum(step, 0))
     tl.store(log_ptr + BLOCK, tl.cumsum(log - step, 0))
 
