@@ -266,11 +266,6 @@ def interpret(*, on: bool = True) -> None:
     _why_triton_fails.cache_clear()
 
 
-def interprets() -> bool:
-    """True if Triton's interpreter runs the kernels on CPU tensors; see :func:`interpret`."""
-    return _interpreting
-
-
 class LaunchError(RuntimeError):
     """A Triton kernel did not compile or could not be launched."""
 

@@ -6,8 +6,9 @@ The tensors are large, but only the memory that is touched is used.
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
+import triton
 import triton.language as tl
 
 from lrpe_fairseq.kernels.encode import encode_triton

@@ -20,7 +20,7 @@ BATCH, HEADS, TIME = 2, 2, 37
 
 def key_of(*arguments: *Arguments) -> Key:
     """Return the family, the device and the constants of ``encode_triton.encode(*arguments)``."""
-    q, k, normal, angles, q_positions, k_positions, variant = arguments
+    q, k, normal, angles, q_positions, _, variant = arguments
     theta, column, _ = angles if isinstance(angles, Angles) else (angles, None, 0)
     parameters = normal, theta, column, q_positions
     phase_axes = q_positions.dim() if q_positions.is_complex() else 0
@@ -36,7 +36,8 @@ def key_of(*arguments: *Arguments) -> Key:
         phase_axes,
         q_positions.numel() > 0,
     )
-    places = (x if x.is_contiguous() or not phase_axes else None for x in (q_positions, k_positions))
+    # other phases are copied
+    places = [x if x.is_contiguous() or not phase_axes else None for x in arguments[4:6]]
     return proof_key(FAMILY, q.device, constants, (q, k, normal, theta, column, *places))
 
 

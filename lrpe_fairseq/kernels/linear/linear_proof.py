@@ -35,7 +35,9 @@ def causal_key_of(
         read = q, k, v, log_decay
     else:
         parts = _blocks_of(_chunked_shape(q, v, log_decay))
-        read = tuple(x if x is not None and x.is_contiguous() else None for x in (q, k, v, log_decay))
+        # the others are copied
+        given = (x for x in (q, k, v, log_decay) if x is not None)
+        read = tuple(x if x.is_contiguous() else None for x in given)
     return key_of(CAUSAL, q.device, (*_constants(q, k, v, wanted), decay, parts), read)
 
 
