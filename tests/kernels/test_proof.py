@@ -7,6 +7,7 @@ import importlib
 import logging
 import re
 import threading
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -539,6 +540,57 @@ def test_a_thread_does_not_wait_for_the_proof_of_another(monkeypatch):
     first.join()
     assert found == ["kernels"]
     assert proof.run(key(), lambda: None, lambda: "kernels") == "kernels"
+
+
+class Streams:
+    """Stands for torch.cuda: the device and the stream of every thread, as torch has them."""
+
+    def __init__(self, monkeypatch):
+        self.present = threading.local()
+        for name in ("device", "stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    @contextmanager
+    def _set(self, name, value):
+        before = getattr(self.present, name, None)
+        setattr(self.present, name, value)
+        yield
+        setattr(self.present, name, before)
+
+    def device(self, device):
+        return self._set("device_now", device)
+
+    def stream(self, stream):
+        return self._set("stream_now", stream)
+
+    def current_stream(self, device):
+        return self.present.stream_now
+
+    def now(self):
+        found = (getattr(self.present, name, None) for name in ("device_now", "stream_now"))
+        return threading.current_thread().name, *found
+
+
+def test_a_proof_runs_on_the_device_and_the_stream_of_its_caller(monkeypatch):
+    streams, proved = Streams(monkeypatch), []
+    monkeypatch.setattr(proof, "_why_wrong", lambda example: proved.append(streams.now()) or "")
+    for stream, constants in (("first", 1), ("second", 2)):
+        with streams.stream(stream):
+            made = key("cuda:1", (constants,))
+            assert proof.run(made, lambda: None, streams.now)[2] == stream
+    name, device = "lrpe_fairseq-proof", torch.device("cuda:1")
+    assert proved == [(name, device, "first"), (name, device, "second")]
+    assert streams.now()[1:] == (None, None)
+
+
+def test_what_is_proved_on_one_stream_serves_on_another(monkeypatch):
+    streams, proved = Streams(monkeypatch), []
+    monkeypatch.setattr(proof, "_why_wrong", lambda example: proved.append(streams.now()) or "")
+    for stream in ("first", "second"):
+        with streams.stream(stream):
+            assert proof.run(key("cuda:0"), lambda: None, streams.now)[2] == stream
+    assert [stream for *_, stream in proved] == ["first"]
 
 
 def test_what_is_no_failure_of_a_launch_is_raised(monkeypatch):
