@@ -114,8 +114,12 @@ def install(version: str, folder: Path) -> Path:
 
 
 def write(version: str, rows: list[dict[str, Any]]) -> None:
-    """Put rows in the place of earlier ones of the same version, architecture and type."""
-    before = read_json(FIGURES).get("rows", [])
+    """Put rows in the place of earlier ones of the same version, architecture and type.
+
+    A note on the earlier rows stays; delete it after a run with all versions.
+    """
+    known = read_json(FIGURES)
+    before, note = known.get("rows", []), known.get("note")
 
     def made_by(row: dict[str, Any]) -> tuple:
         return row["triton"], row["capability"], row["dtype"]
@@ -125,7 +129,8 @@ def write(version: str, rows: list[dict[str, Any]]) -> None:
     order = list(product(VERSIONS, CAPABILITIES))
     every = sorted(kept + rows, key=lambda row: order.index(made_by(row)[:2]))
     sources = {family: source_hash(family) for family in FORMS}
-    write_json(FIGURES, {"sources": sources, "rows": every})
+    noted = {} if note is None else {"note": note}
+    write_json(FIGURES, {**noted, "sources": sources, "rows": every})
     failed = sum(row["error"] is not None for row in rows)
     print(f"Triton {version}: {len(rows)} forms, {failed} failed: {made}", flush=True)
 
