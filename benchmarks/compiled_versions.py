@@ -36,11 +36,14 @@ FORMS = {
     "encode": ("reflection, learned rotation",),
     "flash": ("full table padding dropout, 64/64", "plain, 64/32"),
     "stick": ("all, 64/64",),
-    "linear": ("normalized gates, 64/64", "full, 64/64", "causal, 32/32"),
+    "linear": ("normalized gates, 64/64", "full, 64/64", "causal, 32/32", "causal, 64/32"),
 }
 """Family -> forms that use different instructions; benchmarks.compiled has all."""
-TYPES = {90: ("bfloat16", "float16")}
-"""Capability -> types; the others compile bfloat16."""
+NOT_COMPILED = {("linear", "causal, 64/32")}
+"""Forms without a row yet. After a run with all versions this is empty."""
+TYPES = dict.fromkeys((90, 80, 86, 120, 100), ("bfloat16", "float16"))
+"""Capability -> types; the others compile bfloat16. Of float16 there are rows of sm_90 only so far:
+the others are not measured."""
 
 
 def rows_of(capability: int, kind: str) -> Iterator[dict[str, Any]]:
@@ -111,8 +114,12 @@ def install(version: str, folder: Path) -> Path:
 
 
 def write(version: str, rows: list[dict[str, Any]]) -> None:
-    """Put rows in the place of earlier ones of the same version, architecture and type."""
-    before = read_json(FIGURES).get("rows", [])
+    """Put rows in the place of earlier ones of the same version, architecture and type.
+
+    A note on the earlier rows stays; delete it after a run with all versions.
+    """
+    known = read_json(FIGURES)
+    before, note = known.get("rows", []), known.get("note")
 
     def made_by(row: dict[str, Any]) -> tuple:
         return row["triton"], row["capability"], row["dtype"]
@@ -122,7 +129,8 @@ def write(version: str, rows: list[dict[str, Any]]) -> None:
     order = list(product(VERSIONS, CAPABILITIES))
     every = sorted(kept + rows, key=lambda row: order.index(made_by(row)[:2]))
     sources = {family: source_hash(family) for family in FORMS}
-    write_json(FIGURES, {"sources": sources, "rows": every})
+    noted = {} if note is None else {"note": note}
+    write_json(FIGURES, {**noted, "sources": sources, "rows": every})
     failed = sum(row["error"] is not None for row in rows)
     print(f"Triton {version}: {len(rows)} forms, {failed} failed: {made}", flush=True)
 

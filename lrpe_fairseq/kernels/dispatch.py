@@ -185,11 +185,12 @@ def log_linear(kernel: str, q: Tensor) -> None:
 # --- softmax attention -------------------------------------------------------------------------
 
 
-def has_flash() -> bool:
-    """True if this process has the Triton kernel of softmax attention."""
+def has_flash(x: Tensor) -> bool:
+    """True if this process has the Triton kernel of softmax attention, and not for another GPU."""
     if torch.compiler.is_compiling():
-        return triton_operators.has_triton(FLASH)
-    return loader.triton_kernels(FLASH) is not None
+        return triton_operators.has_flash(x)
+    older = x.is_cuda and not loader.runs_on(x.device)
+    return loader.triton_kernels(FLASH) is not None and not older
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor | None:

@@ -153,7 +153,8 @@ def _captures() -> bool:
 
 @lru_cache(maxsize=8)
 def _triton_kernels(module: str) -> ModuleType | None:
-    unsupported = why_unsupported()
+    # each call then asks for the device of its own tensors: see on_device
+    unsupported = "" if _has_gpu_for_kernels() else why_unsupported()
     reason = unsupported or _why_too_old(module) or _why_triton_fails()
     # a machine without a GPU is no reason to warn, unless kernels were asked for
     asked = os.environ.get(VARIABLE) == "1" and torch.cuda.is_available()
@@ -163,7 +164,7 @@ def _triton_kernels(module: str) -> ModuleType | None:
 
 
 def why_unsupported() -> str:
-    """Return the reason why this machine does not support the Triton kernels, if it does not."""
+    """Return the reason why the current device does not support the Triton kernels, if any."""
     if not kernels_enabled():
         return f"{VARIABLE}=0"
     return "" if _interpreting else _why_gpu_unsupported()
@@ -181,6 +182,25 @@ def _why_gpu_unsupported() -> str:
         name = torch.cuda.get_device_name()
         return f"{name} is older than Ampere (compute capability 8.0), so PyTorch is used"
     return ""
+
+
+@lru_cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU. torch takes longer to say it than a small kernel."""
+    return torch.cuda.get_device_capability(device)
+
+
+def _gpus_for_kernels() -> list[int]:
+    """Return the numbers of the GPUs that are new enough for the Triton kernels."""
+    numbers = range(torch.cuda.device_count())
+    return [n for n in numbers if capability_of(torch.device("cuda", n)) >= AMPERE]
+
+
+def _has_gpu_for_kernels() -> bool:
+    """True if a GPU of this process supports the kernels, be it the current one or not."""
+    if not kernels_enabled() or not torch.cuda.is_available() or is_rocm():
+        return False
+    return importlib.util.find_spec("triton") is not None and bool(_gpus_for_kernels())
 
 
 def is_rocm() -> bool:
@@ -208,7 +228,7 @@ def _why_too_old(module: str) -> str:
 def _why_triton_fails() -> str:
     """Run a small kernel; return the reason if Triton cannot, for example without a C compiler."""
     try:
-        device = "cpu" if _interpreting else f"cuda:{torch.cuda.current_device()}"
+        device = "cpu" if _interpreting else f"cuda:{_gpu_to_probe()}"
         # a new thread has no dispatch mode, such as fake tensors
         with ThreadPoolExecutor(max_workers=1) as pool:
             pool.submit(_probe, device).result()
@@ -218,6 +238,13 @@ def _why_triton_fails() -> str:
             f"cache folder (TRITON_CACHE_DIR); {VARIABLE}=0 ends this warning"
         )
     return ""
+
+
+def _gpu_to_probe() -> int:
+    """Return the number of the current GPU, or of the first that supports the kernels."""
+    current = torch.cuda.current_device()
+    supported = _gpus_for_kernels()
+    return supported[0] if supported and current not in supported else current
 
 
 def _probe(device: str) -> None:
@@ -237,11 +264,6 @@ def interpret(*, on: bool = True) -> None:
     _used.clear()
     _triton_kernels.cache_clear()
     _why_triton_fails.cache_clear()
-
-
-def interprets() -> bool:
-    """True if Triton's interpreter runs the kernels on CPU tensors; see :func:`interpret`."""
-    return _interpreting
 
 
 class LaunchError(RuntimeError):
@@ -345,9 +367,18 @@ def on_device(x: Tensor) -> bool:
     """True if Triton kernels support ``x``: on an Ampere or newer NVIDIA GPU, not float64."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if not x.is_cuda:
-        return _interpreting and x.device.type == "cpu"
-    return not is_rocm() and torch.cuda.get_device_capability(x.device) >= AMPERE
+    return _is_new(x.device) if x.is_cuda else runs_on(x.device)
+
+
+def runs_on(device: torch.device) -> bool:
+    """True for an Ampere or newer NVIDIA GPU, and for a CPU in Triton's interpreter."""
+    if device.type == "cuda":
+        return _is_new(device)
+    return _interpreting and device.type == "cpu"
+
+
+def _is_new(gpu: torch.device) -> bool:
+    return not is_rocm() and capability_of(gpu) >= AMPERE
 
 
 # --- C++: compile ------------------------------------------------------------------------------

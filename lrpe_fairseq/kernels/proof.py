@@ -23,9 +23,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +35,7 @@ from torch import Tensor
 from lrpe_fairseq.kernels import agreement, loader
 from lrpe_fairseq.kernels.conditions import is_captured
 from lrpe_fairseq.kernels.loader import LaunchError
+from lrpe_fairseq.kernels.results import FARTHEST, is_aligned
 
 R = TypeVar("R")
 Tensors = dict[str, Tensor | None]
@@ -54,12 +55,31 @@ class Key(NamedTuple):
     family: str
     device: torch.device
     constants: tuple[Any, ...]
+    aligned: tuple[bool, ...] = ()
+    """For the first inputs of the example, if they start at a multiple of 16 bytes: a kernel is
+    compiled for that too, see ``loader._key``."""
 
     @property
     def name(self) -> str:
         """The same for equal constants on all ranks."""
-        text = f"{self.family} {self.constants}"
+        text = f"{self.family} {self.constants} {self.aligned}"
         return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def key_of(
+    family: str, device: torch.device, constants: tuple[Any, ...], inputs: Iterable[Tensor | None]
+) -> Key:
+    """Return the key of a call.
+
+    inputs: those that its kernels read where they lie, in the order of the inputs of its example.
+        None for one that is not given, or that the call copies.
+    """
+    return Key(family, device, constants, tuple(map(_starts_aligned, inputs)))
+
+
+def _starts_aligned(x: Tensor | None) -> bool:
+    """True if the kernels read x, or the copy of its rows, from a multiple of 16 bytes on."""
+    return x is None or (x.dim() == 4 and _is_copied(x)) or is_aligned(x)
 
 
 @dataclass(frozen=True)
@@ -191,7 +211,7 @@ def _prove(key: Key, example: Callable[[], Example]) -> bool:
         _busy.add(key)
     try:
         start = time.monotonic()
-        reason = _in_a_thread(key.device, lambda: _why_wrong(example()))
+        reason = _in_a_thread(key.device, lambda: _why_wrong(placed(example(), key.aligned)))
         # ranks at the same call need about the same time
         wait = max(1.0, 2 * (time.monotonic() - start))
         passed = agreement.settle(key.name, not reason, wait)
@@ -339,6 +359,27 @@ def _exact(name: str, x: Tensor | None, example: Example) -> Tensor | None:
     return wide.requires_grad_(x.requires_grad)
 
 
+def placed(example: Example, aligned: tuple[bool, ...]) -> Example:
+    """Return the example with inputs that start at a multiple of 16 bytes where ``aligned``."""
+    if all(aligned):
+        return example
+    moved = dict(example.inputs)
+    for name, kept in zip(example.inputs, aligned, strict=False):
+        x = moved[name]
+        if x is not None and not kept:
+            moved[name] = _moved(x)
+    return replace(example, inputs=moved)
+
+
+def _moved(x: Tensor) -> Tensor:
+    """Return a copy of x that starts an element after a multiple of 16 bytes."""
+    x, learns = x.detach(), x.requires_grad
+    strides = x.contiguous().stride() if 0 in x.stride() else x.stride()
+    last = sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
+    memory = x.new_empty(last + 2)
+    return memory.as_strided(x.shape, strides, 1).copy_(x).detach().requires_grad_(learns)
+
+
 def weights(like: Tensor) -> Tensor:
     """Return the gradients of results from which those of the inputs are computed."""
     return torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
@@ -380,10 +421,14 @@ class Numbers:
 
 def alignment(x: Tensor) -> int:
     """Return the largest of 1, 2, 4, 8 and 16 that divides the strides of x (B, H, T, .)."""
-    batch, heads, time, feature = x.stride()
-    if feature != 1:  # it is copied, and its rows then lie one after another
+    if _is_copied(x):  # its rows then lie one after another
         return alignment_of(x.shape[3])
-    return math.gcd(16, batch, heads, time)
+    return math.gcd(16, *x.stride()[:3])
+
+
+def _is_copied(x: Tensor) -> bool:
+    """True for rows (B, H, T, .) that ``tiles_triton.straight`` copies."""
+    return x.stride(3) != 1 or x.stride(2) >= FARTHEST
 
 
 def alignment_of(n: int) -> int:

@@ -1,5 +1,7 @@
 """Memory and dtype of the results of Triton kernels, also where there is no Triton."""
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,37 @@ FARTHEST = 2**24
 
 LIMIT = 65504 / 64
 """Largest quotient in float16; see ``attention.linear._narrow``."""
+
+
+def is_aligned(x: Tensor) -> bool:
+    """True if x starts at a multiple of 16 bytes, for which Triton compiles other code."""
+    return x.data_ptr() % 16 == 0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, copied if it does not start at a multiple of 16 bytes."""
+    return x if is_aligned(x) else x.clone()
+
+
+def gradient_rows(x: Tensor) -> Tensor:
+    """Return a gradient of results (B, H, T, .), copied unless it lies in memory as in proofs.
+
+    There its rows are contiguous and near, the largest of 1, 2, 4, 8 and 16 that divides their
+    width divides the strides, and it is :func:`aligned`. Autograd's gradients mostly are so. Their
+    layout is not in the key of a proof, as it is not known before the backward pass.
+    """
+    unit = gcd(16, x.shape[3])
+    near = x.stride(3) == 1 and x.stride(2) < FARTHEST
+    if near and is_aligned(x) and not any(step % unit for step in x.stride()[:3]):
+        return x
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def with_near_heads(x: Tensor) -> Tensor:
+    """Return x (B, H, T, .), copied with heads inside if the offset of a head may pass int32."""
+    if x.shape[1] * x.stride(1) < 2**31:
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def result_like(

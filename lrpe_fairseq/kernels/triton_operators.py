@@ -37,15 +37,21 @@ def has_triton(module: str) -> bool:
 
 
 @called_in_tracing
-def _runs_on(device: str) -> bool:
-    return device == "cuda" or loader.interprets()
+def _runs_on(kind: str, number: int | None) -> bool:
+    """True if the kernels run on a device, by ``type`` and ``index`` of torch.device."""
+    return loader.runs_on(torch.device(kind, number))
 
 
 @called_in_tracing
-def _largest_state() -> int:
-    """Return how many numbers ``tiles_triton.fits_registers`` allows on the current device."""
+def _largest_state(kind: str, number: int | None) -> int:
+    """Return how many numbers ``tiles_triton.fits_registers`` allows on a device."""
     tiles = importlib.import_module("lrpe_fairseq.kernels.tiles_triton")
-    return tiles.largest_state(torch.empty(0, device="cpu" if loader.interprets() else "cuda"))
+    return tiles.largest_state(torch.empty(0, device=torch.device(kind, number)))
+
+
+def has_flash(x: Tensor) -> bool:
+    """True if a graph has the kernel of softmax attention on the device of x."""
+    return has_triton(FLASH) and _runs_on(x.device.type, x.device.index)
 
 
 def serves_linear(q: Tensor, v: Tensor, both_ways: bool) -> bool:
@@ -57,8 +63,10 @@ def serves_linear(q: Tensor, v: Tensor, both_ways: bool) -> bool:
     """
     if not (has_triton(CAUSAL) and _serves(v)):
         return False
-    fits = v.dtype != torch.float32 and _block(q) * _block(v) <= _largest_state()
-    return not both_ways or fits
+    if not both_ways:
+        return True
+    largest = _largest_state(v.device.type, v.device.index)
+    return v.dtype != torch.float32 and _block(q) * _block(v) <= largest
 
 
 def _block(x: Tensor) -> int:
@@ -80,7 +88,7 @@ def serves_softmax(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _serves(x: Tensor) -> bool:
     half = x.dtype in (torch.float16, torch.bfloat16)
-    return (half or x.dtype == torch.float32) and _runs_on(x.device.type)
+    return (half or x.dtype == torch.float32) and _runs_on(x.device.type, x.device.index)
 
 
 # --- making operators --------------------------------------------------------------------------

@@ -67,6 +67,22 @@ class Wrong(Injected):
         x[(*[0] * (x.dim() - 1), 5)] += 1.0
 
 
+class Misled(Injected):
+    """A kernel that is given something else for one argument.
+
+    argument: its name. change: a function of what it should be given.
+    """
+
+    def __init__(self, argument, change, start=0):
+        super().__init__(start)
+        self.argument, self.change = argument, change
+
+    def act(self, grid, args, constants):
+        place = self.kernel.arg_names.index(self.argument)
+        args = (*args[:place], self.change(args[place]), *args[place + 1 :])
+        self.kernel[grid](*args, **constants)
+
+
 @contextmanager
 def replaced(monkeypatch, module, kernel, injected):
     """Put ``injected`` in place of a kernel."""

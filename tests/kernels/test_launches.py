@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is a test d
 from lrpe_fairseq.kernels import loader, results, tiles_triton
 from lrpe_fairseq.kernels.encode import encode_triton
 from lrpe_fairseq.kernels.encode.encode import Variant
+from lrpe_fairseq.kernels.flash import flash_triton
 from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
 from tests.triton_probe import launched
 
@@ -75,6 +76,29 @@ def test_every_kernel_runs_on_the_device_of_its_tensors_for_any_number_of_sequen
             assert all(programs <= MOST for programs in grid[1:]), name
 
 
+def test_a_text_of_any_length_has_the_blocks_of_its_gates_on_the_first_axis(launches):
+    """A failure would switch the kernels off for texts of all lengths."""
+    tokens = sweep_triton.SPAN * MOST + 1
+    gates = torch.zeros(1, 1, 1).expand(1, 1, tokens).requires_grad_()
+    x = torch.zeros(1, 1, 1, 16).half().expand(1, 1, tokens, 16)
+    with torch.no_grad():
+        sweep_triton._Sweep.apply(x, x, x, gates, "normalized", 1e-6)
+    for name, found in launches.items():
+        for _, _, grid in found:
+            assert all(programs <= MOST for programs in grid[1:]), name
+    ((*_, grid),) = launches[f"{sweep_triton.__name__}._logarithms_kernel"]
+    assert grid == (MOST + 1,)
+
+
+@pytest.mark.parametrize("tokens", [1000, sweep_triton.GATED * MOST, 2**31 - 1])
+def test_a_text_with_gates_has_no_more_parts_than_an_axis_of_a_grid(tokens):
+    x = torch.empty(1, 1, tokens, 16, device="meta")
+    call = sweep_triton._Call(x, x, "sums", 1e-6, decays=True, with_gates=True)
+    assert call.parts <= MOST
+    assert call.span % sweep_triton.SPAN == 0
+    assert tokens > sweep_triton.GATED * MOST or call.span <= sweep_triton.GATED
+
+
 def test_triton_searches_once_for_calls_that_one_compiled_kernel_serves(monkeypatch):
     monkeypatch.setattr(loader, "_runs_compiled", lambda: True)
     kernel = MagicMock(arg_names=["x", "n", "FIRST", "SECOND"])
@@ -117,3 +141,12 @@ def test_rows_whose_offsets_pass_int32_are_brought_together():
     assert tiles_triton.straight(far).stride(2) == 64
     assert results.result_like(far, 64).stride(2) == 8 * 64
     assert results.result_like(far[1:], 64).stride(2) == (2**15 - 1) * 8 * 64
+
+
+def test_heads_whose_offsets_pass_int32_are_brought_together():
+    far = torch.empty(1, 4, 2**24, 32, device="meta")
+    for bring in (flash_triton.rows_of, flash_triton.gradient_of):
+        assert bring(far).stride()[1:3] == (32, 4 * 32)
+        assert bring(far[:, :, :9]).stride()[1:3] == (32, 4 * 32)
+        near = far[:, :3]
+        assert bring(near).stride() == near.stride()

@@ -196,6 +196,12 @@ def test_run_files_can_say_which_kernels_ran():
         assert loader.kernels_in_use("cuda")["reason"] == "no GPU is available"
 
 
+def forget():
+    """Forget what was found of GPUs and of Triton."""
+    for cache in (loader._triton_kernels, loader._why_triton_fails, loader.capability_of):
+        cache.cache_clear()
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_gpu_before_ampere_leaves_all_to_pytorch_and_says_so_once_if_asked(
     asked, monkeypatch, caplog
@@ -204,14 +210,15 @@ def test_a_gpu_before_ampere_leaves_all_to_pytorch_and_says_so_once_if_asked(
         monkeypatch.setenv("LRPE_FAIRSEQ_KERNELS", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
     monkeypatch.setattr(loader.importlib.util, "find_spec", lambda name: True)
-    loader._triton_kernels.cache_clear()
+    forget()
     try:
         for _ in range(2):
             assert loader.triton_kernels("lrpe_fairseq.kernels.linear.causal_triton") is None
     finally:
-        loader._triton_kernels.cache_clear()
+        forget()
     assert len(caplog.records) == asked
     assert ("Tesla V100 is older than Ampere" in caplog.text) == asked
     assert loader.kernels_in_use()["causal"] == "pytorch"
@@ -229,15 +236,13 @@ def test_a_gpu_on_which_triton_fails_leaves_all_to_pytorch_and_says_why(monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for cache in (loader._triton_kernels, loader._why_triton_fails):
-        cache.cache_clear()
+    forget()
     try:
         for _ in range(2):
             assert loader.triton_kernels("lrpe_fairseq.kernels.linear.causal_triton") is None
         assert loader.kernels_in_use()["causal"] == "pytorch"
     finally:
-        for cache in (loader._triton_kernels, loader._why_triton_fails):
-            cache.cache_clear()
+        forget()
     assert len(caplog.records) == 1
     assert "Triton does not run here (Failed to find C compiler)" in caplog.text
 
@@ -249,10 +254,73 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "the GPU")
+    given = loader._why_triton_fails
     monkeypatch.setattr(loader, "_why_triton_fails", lambda: "")
-    loader._triton_kernels.cache_clear()
+    for cache in (loader._triton_kernels, loader.capability_of, given):
+        cache.cache_clear()
     yield monkeypatch
-    loader._triton_kernels.cache_clear()
+    for cache in (loader._triton_kernels, loader.capability_of, given):
+        cache.cache_clear()
+
+
+T4, A100 = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def t4_and_a100(monkeypatch):
+    """A machine with a T4, which is the current device, and an A100; returns what was probed."""
+    pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+    from lrpe_fairseq.kernels import probe_triton
+
+    def capability(device=None):
+        asked.append(device)
+        return (8, 0) if device in (A100, 1) else (7, 5)
+
+    asked, probed = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+    monkeypatch.setattr(probe_triton, "run", probed.append)
+    forget()
+    yield types.SimpleNamespace(asked=asked, probed=probed)
+    forget()
+
+
+def on(device, dtype=torch.float16):
+    """A tensor of a GPU, as far as it is asked."""
+    return types.SimpleNamespace(is_cuda=True, dtype=dtype, device=device, shape=(1, 2, 9, 64))
+
+
+def test_an_a100_beside_a_t4_runs_the_kernels_which_ever_is_current(t4_and_a100):
+    assert loader.triton_kernels("lrpe_fairseq.kernels.linear.causal_triton") is not None
+    assert t4_and_a100.probed == ["cuda:1"]
+    assert loader.on_device(on(A100))
+    assert not loader.on_device(on(T4))
+    assert loader.kernels_in_use()["reason"].startswith("Tesla T4 is older than Ampere")
+
+
+def test_torch_is_asked_once_for_the_capability_of_a_gpu(t4_and_a100):
+    for _ in range(3):
+        loader.on_device(on(A100))
+        loader.on_device(on(T4))
+    assert t4_and_a100.asked == [A100, T4]
+
+
+def test_a_graph_has_kernels_for_the_gpu_of_its_tensors(t4_and_a100, monkeypatch):
+    from lrpe_fairseq.kernels import dispatch, tiles_triton, triton_operators
+
+    # an empty tensor of a GPU, which says where it is
+    monkeypatch.setattr(torch, "empty", lambda *_, device: on(device))
+    tiles_triton._major_of.cache_clear()
+    for device, serves in ((A100, True), (T4, False)):
+        x = on(device)
+        assert triton_operators.serves_linear(x, x, both_ways=True) == serves
+        assert triton_operators.serves_softmax(x, x, x) == serves
+        assert dispatch.has_flash(x) == serves
+    assert triton_operators._largest_state("cuda", 1) == tiles_triton.STATE[8]
+    tiles_triton._major_of.cache_clear()
 
 
 NEEDS_NEW_TRITON = {"flash.flash_triton": True, "flash.stick_triton": True}

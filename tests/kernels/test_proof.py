@@ -5,7 +5,9 @@ The kernels run in Triton's interpreter, and failures are injected at their laun
 
 import importlib
 import logging
+import re
 import threading
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -19,7 +21,7 @@ from lrpe_fairseq.encodings import build_encoding
 from lrpe_fairseq.kernels import dispatch, loader, probe_triton, proof, triton_calls
 from lrpe_fairseq.kernels.encode import encode_cpu
 from tests import triton_probe
-from tests.kernels.injected import Fails, Wrong, kernels_of, replaced
+from tests.kernels.injected import Fails, Misled, Wrong, kernels_of, replaced
 
 pytestmark = [
     pytest.mark.skipif(bool(triton_probe.why_not()), reason=triton_probe.why_not()),
@@ -80,6 +82,8 @@ def softmax(form, **masks):
         if form == "table":
             leaves.append(torch.linspace(-1, 1, 34).view(2, 17).requires_grad_())
             arguments |= {"causal": True, "table": leaves[3], "first_lag": -8}
+        if form == "decay":
+            arguments |= {"causal": True, "decay": torch.tensor([-0.5, -0.1])}
         run = dispatch.stick_attention if form == "stick" else dispatch.flash_attention
         out = run(*leaves[:3], **arguments)
         if out is None:  # as attention computes what no kernel serves
@@ -185,6 +189,40 @@ def test_a_kernel_one_number_of_which_is_wrong_does_not_serve(
     assert all(map(torch.equal, found, wanted))
     (warning,) = warnings_of(caplog)
     assert f"{said} differs from the definition by" in warning
+
+
+def of_another_head(by_head):
+    """Values by head in the order of the other heads."""
+    return by_head.flip(0).contiguous()
+
+
+MISLED = [
+    ("output_kernel", "table_ptr", softmax("table"), "result 1"),
+    ("key_gradient_kernel", "table_ptr", softmax("table"), "the gradient of k"),
+    ("output_kernel", "decay_ptr", softmax("decay"), "result 1"),
+    ("query_gradient_kernel", "decay_ptr", softmax("decay"), "the gradient of q"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "argument", "call", "said"), MISLED)
+def test_a_kernel_that_takes_the_row_of_another_head_does_not_serve(
+    kernel, argument, call, said, monkeypatch, caplog
+):
+    wanted = without_triton(call, monkeypatch)
+    with replaced(monkeypatch, "flash.flash_kernels", kernel, Misled(argument, of_another_head)):
+        found = computed(call)
+    assert all(map(torch.equal, found, wanted))
+    (warning,) = warnings_of(caplog)
+    assert f"{said} differs from the definition by" in warning
+
+
+def test_a_kernel_that_takes_the_keys_of_another_text_does_not_serve(monkeypatch, caplog):
+    call = softmax("table")
+    misled = Misled("k_ptr", lambda k: k.flip(0))
+    with replaced(monkeypatch, "flash.flash_kernels", "output_kernel", misled):
+        computed(call)
+    (warning,) = warnings_of(caplog)
+    assert "result 1 differs from the definition by" in warning
 
 
 def after_a_proof(call, monkeypatch):
@@ -305,23 +343,104 @@ def test_where_the_definition_fails_too_one_sentence_names_the_switch(monkeypatc
 # --- proofs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", CALLS)
-def test_a_proof_launches_what_the_call_does_and_draws_no_random_numbers(module, monkeypatch):
-    seen = {True: set(), False: set()}
+STRIDE = re.compile("[a-z]{1,2}[bht]")
+
+
+def compiled_for(kernel, args, constants):
+    """What the code of a launch depends on; as ``loader._key``, which knows compiled kernels."""
+    found = [kernel.fn.__name__, *sorted(constants.items())]
+    for name, x in zip(kernel.arg_names, args, strict=False):
+        if isinstance(x, torch.Tensor):
+            found.append((name, x.dtype, x.data_ptr() % 16 == 0))
+        elif "UNIT" not in constants and STRIDE.fullmatch(name):
+            found.append((name, x % 16 == 0))
+    return tuple(found)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What proofs (True) and calls (False) launch."""
+    found = {True: set(), False: set()}
 
     def launch(kernel, grid, args, constants):
         in_proof = threading.current_thread().name == "lrpe_fairseq-proof"
         if kernel.fn.__module__ != probe_triton.__name__:
-            seen[in_proof].add((kernel.fn.__name__, *sorted(constants.items())))
+            found[in_proof].add(compiled_for(kernel, args, constants))
         kernel[grid](*args, **constants)
 
     monkeypatch.setattr(encode_cpu, "serves", lambda *_: False)
     monkeypatch.setattr(loader, "_launch", launch)
+    return found
+
+
+@pytest.mark.parametrize("module", CALLS)
+def test_a_proof_launches_what_the_call_does_and_draws_no_random_numbers(module, seen):
     state = torch.get_rng_state()
     computed(CALLS[module])
     assert torch.equal(torch.get_rng_state(), state)
     assert seen[False] == seen[True]
     assert seen[True]
+
+
+def one_element_later(x):
+    """x in memory that starts an element after a multiple of 16 bytes."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return memory[1:].view(x.shape).copy_(x.detach()).requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("module", CALLS)
+def test_inputs_that_start_elsewhere_have_a_proof_of_their_own(module, seen, monkeypatch):
+    computed(CALLS[module])
+    proved = len(proof._known)
+    given = rows
+
+    def moved(*args, **options):
+        return [one_element_later(x) for x in given(*args, **options)]
+
+    monkeypatch.setitem(globals(), "rows", moved)
+    for found in seen.values():
+        found.clear()
+    computed(CALLS[module])
+    assert len(proof._known) > proved
+    assert all(proof._known.values())
+    assert seen[False] == seen[True]
+
+
+def in_wide_rows(x):
+    """x in rows that are no multiple of 16 numbers apart."""
+    return torch.empty(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)[..., :-1].copy_(x)
+
+
+def repeated(x):
+    """The first number of every row of x, for all of the row, as the gradient of a sum."""
+    return x[..., :1].expand_as(x)
+
+
+@pytest.mark.parametrize("laid_out", [one_element_later, in_wide_rows, repeated])
+@pytest.mark.parametrize("module", CALLS)
+def test_gradients_that_lie_otherwise_run_the_kernels_of_the_proof(module, laid_out, seen):
+    out, leaves = CALLS[module]()
+    grad = laid_out(torch.arange(out.numel()).cos().view_as(out).to(out.dtype))
+    found = torch.autograd.grad(out, leaves, grad)
+    assert seen[False] == seen[True]
+    out, leaves = CALLS[module]()
+    wanted = torch.autograd.grad(out, leaves, grad.clone(memory_format=torch.contiguous_format))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_an_example_lies_in_memory_as_its_call_does():
+    x = torch.rand(2, 3, 4, 5).requires_grad_()
+    example = proof.Example(None, {"x": x, "none": None, "y": x[..., :3], "z": x}, (), None)
+    assert proof.placed(example, (True, True)) is example
+    inputs = proof.placed(example, (False, True, False)).inputs
+    for name, moved in (("x", True), ("y", True), ("z", False)):
+        assert torch.equal(inputs[name], example.inputs[name])
+        assert inputs[name].stride() == example.inputs[name].stride()
+        assert (inputs[name].data_ptr() % 16 != 0) == moved
+    repeated = proof.Example(None, {"x": torch.rand(3, 1).expand(3, 4)}, (), None)
+    moved = proof.placed(repeated, (False,)).inputs["x"]
+    assert torch.equal(moved, repeated.inputs["x"])
+    assert moved.data_ptr() % 16 == 4
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -357,6 +476,18 @@ def test_gates_of_another_precision_need_a_proof_of_their_own():
     types = (torch.float16, torch.float32)
     keys = {proofs.causal_key_of(x, x, x, "sums", gates.to(t), 1e-6) for t in types}
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize("name", ["by_query", "by_key"])
+def test_biases_of_tokens_of_another_precision_need_a_proof_of_their_own(name):
+    proofs = importlib.import_module(triton_calls.PROOFS[triton_calls.FLASH])
+    x = torch.rand(1, 2, 9, 16).half()
+    given = [x.to(t) for t in (torch.float16, torch.float32)]
+    keys = {proofs.key_of(proofs.FLASH, x, x, x, **{name: own}) for own in given}
+    assert len(keys) == 2
+    for own in given:
+        example = proofs.example_of(proofs.FLASH, x, x, x, **{name: own})
+        assert example.inputs[name].dtype == own.dtype
 
 
 # --- keys, threads, capture ----------------------------------------------------------------------
@@ -409,6 +540,57 @@ def test_a_thread_does_not_wait_for_the_proof_of_another(monkeypatch):
     first.join()
     assert found == ["kernels"]
     assert proof.run(key(), lambda: None, lambda: "kernels") == "kernels"
+
+
+class Streams:
+    """Stands for torch.cuda: the device and the stream of every thread, as torch has them."""
+
+    def __init__(self, monkeypatch):
+        self.present = threading.local()
+        for name in ("device", "stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    @contextmanager
+    def _set(self, name, value):
+        before = getattr(self.present, name, None)
+        setattr(self.present, name, value)
+        yield
+        setattr(self.present, name, before)
+
+    def device(self, device):
+        return self._set("device_now", device)
+
+    def stream(self, stream):
+        return self._set("stream_now", stream)
+
+    def current_stream(self, device):
+        return self.present.stream_now
+
+    def now(self):
+        found = (getattr(self.present, name, None) for name in ("device_now", "stream_now"))
+        return threading.current_thread().name, *found
+
+
+def test_a_proof_runs_on_the_device_and_the_stream_of_its_caller(monkeypatch):
+    streams, proved = Streams(monkeypatch), []
+    monkeypatch.setattr(proof, "_why_wrong", lambda example: proved.append(streams.now()) or "")
+    for stream, constants in (("first", 1), ("second", 2)):
+        with streams.stream(stream):
+            made = key("cuda:1", (constants,))
+            assert proof.run(made, lambda: None, streams.now)[2] == stream
+    name, device = "lrpe_fairseq-proof", torch.device("cuda:1")
+    assert proved == [(name, device, "first"), (name, device, "second")]
+    assert streams.now()[1:] == (None, None)
+
+
+def test_what_is_proved_on_one_stream_serves_on_another(monkeypatch):
+    streams, proved = Streams(monkeypatch), []
+    monkeypatch.setattr(proof, "_why_wrong", lambda example: proved.append(streams.now()) or "")
+    for stream in ("first", "second"):
+        with streams.stream(stream):
+            assert proof.run(key("cuda:0"), lambda: None, streams.now)[2] == stream
+    assert [stream for *_, stream in proved] == ["first"]
 
 
 def test_what_is_no_failure_of_a_launch_is_raised(monkeypatch):

@@ -93,7 +93,7 @@ def _reads_groups(
     """True if torch's own kernel computes the call, which repeats no heads in memory."""
     if k.shape[1] != v.shape[1] or queries.transport is not None or keys.window is not None:
         return False
-    ours = q.shape[2] > 1 and dispatch.has_flash()
+    ours = q.shape[2] > 1 and dispatch.has_flash(q)
     return call.form.has_only() and queries.sums is None and not ours
 
 
@@ -149,7 +149,7 @@ def _flash(
     It is not used for a call that it does not support (:func:`_is_data`), for scores that torch's
     own kernel computes as fast, and for a single query.
     """
-    if not dispatch.has_flash() or not _is_data(call.form) or not _has_slots(queries, keys):
+    if not dispatch.has_flash(q) or not _is_data(call.form) or not _has_slots(queries, keys):
         return None
     no_terms = call.form.has_only()
     plain = no_terms and queries.sums is None and keys.unmasked

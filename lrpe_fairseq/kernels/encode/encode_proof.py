@@ -11,6 +11,7 @@ from lrpe_fairseq.kernels.encode import encode_triton
 from lrpe_fairseq.kernels.encode.encode import Angles, Variant
 from lrpe_fairseq.kernels.encode.encode_triton import Arguments
 from lrpe_fairseq.kernels.proof import Example, Key, Numbers, Tensors, alignment
+from lrpe_fairseq.kernels.proof import key_of as proof_key
 
 FAMILY = "encodings of queries and keys"
 BATCH, HEADS, TIME = 2, 2, 37
@@ -35,7 +36,9 @@ def key_of(*arguments: *Arguments) -> Key:
         phase_axes,
         q_positions.numel() > 0,
     )
-    return Key(FAMILY, q.device, constants)
+    # other phases are copied
+    places = [x if x.is_contiguous() or not phase_axes else None for x in arguments[4:6]]
+    return proof_key(FAMILY, q.device, constants, (q, k, normal, theta, column, *places))
 
 
 def _by_head(theta: Tensor | None, variant: Variant) -> bool:

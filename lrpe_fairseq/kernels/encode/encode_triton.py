@@ -28,7 +28,7 @@ from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.encode import encode as defined
 from lrpe_fairseq.kernels.encode.encode import Angles, Transform, Variant
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.results import result_like
+from lrpe_fairseq.kernels.results import gradient_rows, result_like
 from lrpe_fairseq.kernels.tiles_triton import cdiv
 
 ELEMENTS = 2048  # maximum number of features of one head in the registers of a program
@@ -149,7 +149,7 @@ class _Encoded(torch.autograd.Function):
         ctx, saved: tuple[Tensor | None, ...], grad_q: Tensor, grad_k: Tensor
     ) -> list[Tensor | None]:
         q, k, v, theta, column, *positions = saved
-        grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k)]
+        grads = [gradient_rows(g) for g in (grad_q, grad_k)]
         of_rows = [result_like(grads[0], width, time=time) for _, _, time, width in ctx.shapes]
         of_v, turns = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:5])
         learned = (theta if turns else None, column if turns else None, v if of_v else None)
@@ -578,7 +578,7 @@ def _encode(
     cos, sin = _turned(place, theta, column, row, col, here, 0, E, W, GRID, PHASED)
     for h in range(H):
         if HEADWISE:
-            head = place + h * tl.where(is_q, ah, ch)
+            head = place + h * tl.where(is_q, ah, ch).to(tl.int64)
             cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, PHASED)
             if PERMUTES:
                 moves = _moves(theta, row, h, size, False, D, HALVES)
@@ -592,7 +592,7 @@ def _encode(
                 a, c = _apart(z, BT, D, HALVES)
                 z = _together(a * cos - c * sin, a * sin + c * cos, BT, D, False)
             tl.store(to, z.to(q_out.dtype.element_ty), mask=known)
-        x += tl.where(is_q, qh, kh) * UNIT
+        x += tl.where(is_q, qh, kh).to(tl.int64) * UNIT
         to += width
 
 
@@ -624,7 +624,7 @@ def _encode_gradient(
     sums += tl.program_id(0).to(tl.int64) * (angles + columns + (D if UNIT_LEARNS else 0))
     for h in range(H):
         if HEADWISE:
-            head = place + h * tl.where(is_q, ah, ch)
+            head = place + h * tl.where(is_q, ah, ch).to(tl.int64)
             cos, sin = _turned(head, theta, column, row, col, here, h, E, W, GRID, PHASED)
             if PERMUTES:
                 moves = _moves(theta, row, h, size, True, D, HALVES)
@@ -641,8 +641,8 @@ def _encode_gradient(
         elif ANGLES_LEARN and HEADWISE:
             _store_angles(sums + h * E, d_angle, row, col, angles, E, W, GRID)
         of_angle, of_unit = of_angle + d_angle, of_unit + d_unit
-        x, to = x + tl.where(is_q, qh, kh) * UNIT, to + D
-        grads += tl.where(is_q, gh, fh) * UNIT
+        x, to = x + tl.where(is_q, qh, kh).to(tl.int64) * UNIT, to + D
+        grads += tl.where(is_q, gh, fh).to(tl.int64) * UNIT
     if ANGLES_LEARN and not HEADWISE:
         _store_angles(sums, of_angle, row, col, angles, E, W, GRID)
     if UNIT_LEARNS:

@@ -13,9 +13,11 @@ from torch import Tensor
 from lrpe_fairseq.kernels.flash import flash, flash_triton, stick_triton
 from lrpe_fairseq.kernels.flash.flash_triton import Options
 from lrpe_fairseq.kernels.proof import Example, Key, Numbers, Tensors, alignment
+from lrpe_fairseq.kernels.proof import key_of as proof_key
 
 FLASH, STICK = "softmax attention", "stick-breaking attention"
-HEADS = 1
+BATCH, HEADS = 2, 2
+"""Sizes of an example: a kernel that takes another head or another text is wrong in it."""
 LENGTHS = (64, 60), (127, 127), (None, 150)
 """Numbers of queries from which tiles are alike, and those of an example. Tiles have up to 128."""
 CACHE = 40
@@ -48,14 +50,14 @@ def key_of(
         _length_like(q.shape[2]),
         min(alignment(x) for x in (q, k, v)),
         q.requires_grad or k.requires_grad or v.requires_grad,
-        *(x if x is None else x.requires_grad for x in given),
+        *(None if x is None else (x.dtype, x.requires_grad) for x in given),
         padding is not None,
         segments is not None,
         window is not None,
         flash.dropout_of(dropout)[0] > 0,
         _is_clipped(q, k, causal, window, **terms),
     )
-    return Key(family, q.device, constants)
+    return proof_key(family, q.device, constants, (q, k, v))
 
 
 def _length_like(count: int) -> int:
@@ -105,15 +107,14 @@ def example_of(
     numbers = Numbers(q.device)
     learn = q.requires_grad or k.requires_grad or v.requires_grad
     sizes = ((q, queries), (k, keys), (v, keys))
-    batch = 1 if padding is None and segments is None else 2
-    rows = [numbers.rows(x, batch, HEADS, time).detach().requires_grad_(learn) for x, time in sizes]
+    rows = [numbers.rows(x, BATCH, HEADS, time).detach().requires_grad_(learn) for x, time in sizes]
     inputs: Tensors = dict(zip("qkv", rows, strict=True))
     short = None if window is None else min(window, 100)
     options = Options(
         causal,
         q.shape[3] ** -0.5,
-        None if padding is None else _padding(batch, keys, q.device),
-        None if segments is None else _segments(batch, queries, keys, q.device),
+        None if padding is None else _padding(BATCH, keys, q.device),
+        None if segments is None else _segments(BATCH, queries, keys, q.device),
         short,
         dropout,
         torch.tensor([7], device=q.device) if dropout else None,
@@ -123,7 +124,7 @@ def example_of(
         return Example(stick_triton._Stick, inputs, (options,), definition)
     clipped = _is_clipped(q, k, causal, window, **terms)
     lags = _lags(queries, keys, causal, short)
-    inputs |= _terms(numbers, gates, terms, (batch, queries, keys), lags, clipped)
+    inputs |= _terms(numbers, gates, terms, (BATCH, queries, keys), lags, clipped)
     first = lags[0]
     if clipped and inputs["table"] is None:
         first += 1

@@ -22,7 +22,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.flash import flash, flash_kernels, flash_tiles
 from lrpe_fairseq.kernels.loader import launch, on_device
-from lrpe_fairseq.kernels.results import result_like
+from lrpe_fairseq.kernels.results import aligned, gradient_rows, result_like, with_near_heads
 from lrpe_fairseq.kernels.tiles_triton import cdiv, power_of_two, straight
 
 MARGIN = flash_tiles.MARGIN.value
@@ -196,7 +196,7 @@ class _Flash(torch.autograd.Function):
         ctx.call.given = tuple(map(rows_of, given[:3]))
         found = proof.backward(
             ctx.key,
-            lambda: ctx.call.gradients(rows_of(grad), out, lse, ctx.needs_input_grad),
+            lambda: ctx.call.gradients(gradient_of(grad), out, lse, ctx.needs_input_grad),
             lambda: _defined_gradients(ctx, given, grad),
         )
         ctx.call.given = ()
@@ -238,8 +238,13 @@ def defined(
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return x with contiguous rows, of which MARGIN lie within 2^31 elements."""
-    return straight(x.detach().resolve_neg())
+    """Return x with contiguous rows, of which MARGIN lie within 2^31 elements, as heads do."""
+    return with_near_heads(straight(x.detach().resolve_neg()))
+
+
+def gradient_of(grad: Tensor) -> Tensor:
+    """Return an incoming gradient as :func:`rows_of`, in memory as in proofs."""
+    return gradient_rows(with_near_heads(grad.detach().resolve_neg()))
 
 
 def _rounded(count: int) -> int:
@@ -261,6 +266,16 @@ def _gate_sums(sums: Tensor, exact: bool) -> Tensor:
         return torch.stack([first, rest], -1)
     rows = rest.view(batch * heads, -1), first.expand(-1, 2).reshape(batch * heads, -1)
     return torch.cat(rows, 1)
+
+
+def _vector_of(x: Tensor) -> Tensor:
+    """Return a decay (H,) for the kernels."""
+    return aligned(x.detach().float().contiguous())
+
+
+def _own_of(x: Tensor) -> Tensor:
+    """Return biases of tokens (B, H, T, C) for the kernels."""
+    return aligned(x.detach().contiguous())
 
 
 class MaskedCall:
@@ -290,7 +305,8 @@ class MaskedCall:
         wide = torch.int32 if q.dtype == torch.float32 else self.padding_type
         self.padding = None if options.padding is None else options.padding.to(wide).contiguous()
         numbers = options.segments or (None, None)
-        self.segments = [None if x is None else x.int().contiguous() for x in numbers]
+        self.segments = [None if x is None else aligned(x.int().contiguous()) for x in numbers]
+        self.seed = None if options.seed is None else aligned(options.seed)
         self.threshold, self.inverse = flash.dropout_of(options.dropout)
         self.bounds: dict[tuple[int, int, bool], Tensor] = {}
 
@@ -333,11 +349,12 @@ class MaskedCall:
         count = cdiv(tokens, size) if tiles is None else tiles
         masks = (self.padding, *self.segments, self._bounds(tile, of_keys))
         strides = [n for x in strided for n in x.stride()[:3]]
-        unit = gcd(16, *strides)
+        # with the widths, which gradients have in their strides too
+        unit = gcd(16, self.width, self.values, *strides)
         launch(
             getattr(self.kernels, f"{name}_kernel"),
             (count * (batch or self.batch) * self.heads,),
-            *(*pointers, *self.terms, *masks, options.seed),
+            *(*pointers, *self.terms, *masks, self.seed),
             *[n // unit for n in strides],
             *(self.queries, self.keys, self.heads, *self.term_numbers, self.offset),
             *(self.window or 0, self.threshold, *numbers, options.scale, self.inverse),
@@ -390,11 +407,11 @@ class _Call(MaskedCall):
         first_lag, self.table = self._with_margins(table)
         self.lags = 0 if table is None else table.shape[1]
         columns = 0 if table is None else self.table.shape[1]
-        self.decays = [None if x is None else x.detach().float() for x in options.decays]
+        self.decays = [None if x is None else _vector_of(x) for x in options.decays]
         exact = q.dtype == torch.float32
         of_queries = None if c is None else _gate_sums(c, exact)
         self.gates = of_queries, of_queries if d is c else _gate_sums(d, exact)
-        self.own = [None if x is None else x.detach().contiguous() for x in (by_query, by_key)]
+        self.own = [None if x is None else _own_of(x) for x in (by_query, by_key)]
         own_columns = next((x.shape[3] for x in self.own if x is not None), 0)
         self.terms = (self.table, *self.decays, *self.gates, *self.own)
         self.term_numbers = (columns, first_lag, own_columns, options.first_lag)
@@ -409,7 +426,7 @@ class _Call(MaskedCall):
         after = max(0, _rounded(self.queries) + self.offset - first - table.shape[1])
         table = table.detach().float()
         table = F.pad(table, (before, after)) if before or after else table.contiguous()
-        return first - before, table
+        return first - before, aligned(table)
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Return o (B, H, T, E) and lse (L, T)."""

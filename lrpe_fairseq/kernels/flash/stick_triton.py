@@ -16,7 +16,7 @@ from torch import Tensor
 from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.flash import flash, flash_triton, stick, stick_kernels
-from lrpe_fairseq.kernels.flash.flash_triton import MaskedCall, Options, Tile, rows_of
+from lrpe_fairseq.kernels.flash.flash_triton import MaskedCall, Options, Tile, gradient_of, rows_of
 from lrpe_fairseq.kernels.flash.flash_triton import serves as serves
 from lrpe_fairseq.kernels.results import result_like
 from lrpe_fairseq.kernels.tiles_triton import cdiv
@@ -69,7 +69,7 @@ class _Stick(torch.autograd.Function):
         definition = partial(defined, options=ctx.call.options)
         found = proof.backward(
             ctx.key,
-            lambda: ctx.call.gradients(rows_of(grad)),
+            lambda: ctx.call.gradients(gradient_of(grad)),
             lambda: gradients_of(definition, given, ctx.needs_input_grad[:3], (grad,)),
         )
         ctx.call.given = ()
@@ -134,7 +134,8 @@ class _Call(MaskedCall):
         rows, columns, *_ = tile_of(self)
         shape = (self.heads, cdiv(self.keys, columns), self.queries)
         part = max(1, min(self.batch, MEMORY // (8 * shape[0] * shape[1] * shape[2])))
-        rest, past = q.new_empty(2, part, *shape, dtype=torch.float32)
+        # each of its own, so that both are aligned
+        rest, past = (q.new_empty(part, *shape, dtype=torch.float32) for _ in range(2))
         tiles = cdiv(self.queries, rows)
         reach = q.new_empty(part, self.heads, tiles, 2, dtype=torch.int32)
         given, carries = (q, k, v, grad), (rest, past, reach)

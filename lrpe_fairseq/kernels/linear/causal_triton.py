@@ -28,6 +28,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of, is_plain
 from lrpe_fairseq.kernels.linear import causal, sweep_triton
 from lrpe_fairseq.kernels.loader import launch, on_device
+from lrpe_fairseq.kernels.results import aligned
 from lrpe_fairseq.kernels.tiles_triton import cdiv, fits_registers, power_of_two
 
 CHUNK = 64
@@ -136,11 +137,11 @@ class _Sums(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, states, keys, decay, out, denominator = saved
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        grad = grad.contiguous().flatten(0, 1).float()
+        grad = aligned(grad.contiguous().flatten(0, 1).float())
         g = None
         wanted, eps = ctx.settings
         if wanted == "sums":
-            g = grad_denominator.contiguous().flatten(0, 1).float()
+            g = aligned(grad_denominator.contiguous().flatten(0, 1).float())
         if wanted == "normalized":
             grad, g = _through_quotient(grad, out, denominator, eps)
         with_gates = ctx.needs_input_grad[3]
@@ -354,7 +355,7 @@ SIZES = ["T", "N", "H"]
 @triton.jit
 def _rows(base, sequence, t, column, inside, T, WIDTH: tl.constexpr):
     """Load a block of (L, T, WIDTH) as float32, zero outside."""
-    at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
+    at = (sequence * T + t[:, None]) * WIDTH + column[None, :]  # int64
     return tl.load(base + at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0).to(
         tl.float32
     )
@@ -422,7 +423,7 @@ def _visible(scores, row, total, DECAYS: tl.constexpr):
 @triton.jit
 def _store_rows(base, x, sequence, t, column, inside, T, WIDTH: tl.constexpr):
     """Write a block of (L, T, WIDTH), cast to the dtype of the memory."""
-    at = sequence * T * WIDTH + t[:, None] * WIDTH + column[None, :]
+    at = (sequence * T + t[:, None]) * WIDTH + column[None, :]  # int64
     mask = inside[:, None] & (column < WIDTH)[None, :]
     tl.store(base + at, x.to(base.dtype.element_ty), mask=mask)
 

@@ -21,7 +21,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import empty_rows, launch
-from lrpe_fairseq.kernels.results import narrow, result_like, result_type
+from lrpe_fairseq.kernels.results import aligned, gradient_rows, narrow, result_like, result_type
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
     cast,
@@ -105,10 +105,10 @@ def _gradients(
     """Return the gradients of q, k and v."""
     q, k, v, state, out, denominator = saved
     wanted, eps = settings
-    grad = straight(grad)
+    grad = gradient_rows(grad)
     modes = _modes(wanted)
     # a kernel that does not read a pointer still needs one: any tensor of the device will do
-    g = q if grad_denominator is None else grad_denominator.float().contiguous()
+    g = q if grad_denominator is None else aligned(grad_denominator.float().contiguous())
     inverses = q if denominator is None else denominator
     dq, dk, dv = (empty_rows(x) for x in (q, k, v))
     sums_of_parts = _per_part(q, v)

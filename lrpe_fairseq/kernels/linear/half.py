@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lrpe_fairseq.kernels.conditions import is_plain
 from lrpe_fairseq.kernels.linear import causal
-from lrpe_fairseq.kernels.loader import AMPERE, is_rocm
+from lrpe_fairseq.kernels.loader import AMPERE, capability_of, is_rocm
 
 CHUNK = 128
 """Longest chunk in tokens. There are half as many float32 states as with ``causal.CHUNK``."""
@@ -27,7 +27,7 @@ def serves(q: Tensor, v: Tensor, log_decay: Tensor | None = None) -> bool:
     if learned or is_rocm() or not (is_plain(q, v, log_decay) and q.is_cuda and v.is_cuda):
         return False
     fast = v.dtype == torch.float16 or (
-        v.dtype == torch.bfloat16 and torch.cuda.get_device_capability(v.device) >= AMPERE
+        v.dtype == torch.bfloat16 and capability_of(v.device) >= AMPERE
     )
     return fast and hasattr(torch.ops.aten.bmm, "dtype")
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lrpe_fairseq.kernels.linear import causal, causal_triton, full_triton, sweep_triton
-from lrpe_fairseq.kernels.proof import Example, Key, Numbers, Tensors, alignment
+from lrpe_fairseq.kernels.proof import Example, Key, Numbers, Tensors, alignment, key_of
 from lrpe_fairseq.kernels.tiles_triton import PROGRAMS, cdiv, fits_registers, power_of_two
 
 CAUSAL, FULL = "causal linear attention", "linear attention over all keys"
@@ -32,14 +32,18 @@ def causal_key_of(
     batch, heads, time = q.shape[:3]
     if fits_registers(q, v):
         parts: Any = _in_parts(batch * heads, time, log_decay)
+        read = q, k, v, log_decay
     else:
         parts = _blocks_of(_chunked_shape(q, v, log_decay))
-    return Key(CAUSAL, q.device, (*_constants(q, k, v, wanted), decay, parts))
+        # the others are copied
+        given = (x for x in (q, k, v, log_decay) if x is not None)
+        read = tuple(x if x.is_contiguous() else None for x in given)
+    return key_of(CAUSAL, q.device, (*_constants(q, k, v, wanted), decay, parts), read)
 
 
 def full_key_of(q: Tensor, k: Tensor, v: Tensor, wanted: str, eps: float) -> Key:
     """Return the family, the device and the constants of ``full_triton.full_sums``."""
-    return Key(FULL, q.device, _constants(q, k, v, wanted))
+    return key_of(FULL, q.device, _constants(q, k, v, wanted), (q, k, v))
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, wanted: str) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from lrpe_fairseq.kernels import proof
 from lrpe_fairseq.kernels.conditions import gradients_of
 from lrpe_fairseq.kernels.linear import causal
 from lrpe_fairseq.kernels.loader import empty_rows, launch
-from lrpe_fairseq.kernels.results import narrow, result_like, result_type
+from lrpe_fairseq.kernels.results import aligned, gradient_rows, narrow, result_like, result_type
 from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
     capability,
@@ -58,6 +58,10 @@ from lrpe_fairseq.kernels.tiles_triton import (
 GATED = 1024
 """Longest part, in tokens, if gates need a gradient. It is a sum of differences over later tokens,
 which starts anew in every part, so that rounding errors do not add up."""
+
+MOST_PARTS = 65535
+"""Parts of a sequence, which are on the second axis of a grid. With gates, those of a text above
+2^26 tokens are longer than :data:`GATED`."""
 
 SPAN = 64
 """Tokens; the parts of a sequence are multiples of it, and no tile is longer."""
@@ -142,7 +146,10 @@ class _Call:
     def span(self) -> int:
         """The number of tokens in a part."""
         span = SPAN * cdiv(cdiv(self.q.shape[2], SPAN), max(1, PROGRAMS // self.sequences))
-        return min(span, GATED) if self.with_gates else span
+        if not self.with_gates:
+            return span
+        fewest = SPAN * cdiv(self.q.shape[2], SPAN * MOST_PARTS)
+        return min(span, max(GATED, fewest))
 
     @cached_property
     def parts(self) -> int:
@@ -228,7 +235,8 @@ class _Sweep(torch.autograd.Function):
 
         def by_kernels() -> list[Tensor | None]:
             call = _Call(q, v, wanted, eps, log_decay is not None, ctx.needs_input_grad[3])
-            *grads, of_gates = _gradients(call, q, k, v, straight(grad), grad_denominator, *kept)
+            rows = gradient_rows(grad)
+            *grads, of_gates = _gradients(call, q, k, v, rows, grad_denominator, *kept)
             if of_gates is not None:
                 of_gates = of_gates.unflatten(0, q.shape[:2]).to(log_decay.dtype)
             return [*grads, of_gates]
@@ -241,7 +249,8 @@ def _sums_of_logarithms(call: _Call, gates: Tensor) -> Tensor:
     _, heads, time, _ = call.q.shape
     logs = call.vector(cdiv(time, SPAN), 2, SPAN)
     rows = with_strides(gates.detach())
-    launch(_logarithms_kernel, logs.shape[:2], *rows, logs, time, heads, num_warps=2)
+    grid = (call.sequences * logs.shape[1],)  # CUDA allows 65,535 blocks on the other axes
+    launch(_logarithms_kernel, grid, *rows, logs, time, heads, num_warps=2)
     return logs
 
 
@@ -277,7 +286,7 @@ def _gradients(
     if out is None:  # only a quotient has them; the kernels do not read these pointers
         out, denominator = grad, q
     g = call.vector(q.shape[2]) if grad_denominator is None else grad_denominator
-    g = g.float().contiguous()
+    g = aligned(g.float().contiguous())
     grads = [empty_rows(x) for x in (q, k, v)]
     dq, dk, dv = grads
     products = call.vector(q.shape[2]) if call.with_gates else q
@@ -312,15 +321,16 @@ SIZES = ["T", "H", "each"]
 @triton.jit(do_not_specialize=["gb", "gh", "gt", "T", "H"])
 def _logarithms_kernel(gate_ptr, gb, gh, gt, log_ptr, T, H):
     """Write the sums of logarithms up to each token of a block (L, N, 2, BLOCK): the exact part,
-    and the rest. Program 1 is the block."""
-    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    and the rest. There is a program for every block of every sequence."""
+    blocks = tl.cdiv(T, BLOCK)
+    sequence, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     row = tl.arange(0, BLOCK)
     t = block * BLOCK + row
     at = head(gate_ptr, sequence, H, gb, gh) + t.to(tl.int64) * gt
     log = tl.load(at, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
     log = tl.maximum(log, LOWEST, tl.PropagateNan.ALL)
     step = tl.ceil(log * GRID) / GRID
-    log_ptr += (sequence * tl.num_programs(1) + block) * 2 * BLOCK + row
+    log_ptr += (sequence * blocks + block) * 2 * BLOCK + row
     tl.store(log_ptr, tl.cumsum(step, 0))
     tl.store(log_ptr + BLOCK, tl.cumsum(log - step, 0))
 
