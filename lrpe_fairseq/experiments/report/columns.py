@@ -216,9 +216,16 @@ class ColumnView:
 
     @functools.cached_property
     def unordered(self) -> list[str]:
-        """The unbeaten rows that are unstable against the best one: seeds differ too much."""
+        """The unbeaten rows of which seeds say too little: they differ too much or are too few."""
         best, *others = self.unbeaten or [""]
-        return [row for row in others if self.mark(row, best) == orders.UNSTABLE]
+        return [row for row in others if not self._could_show(row, best)]
+
+    def _could_show(self, row: str, other: str) -> bool:
+        """True if the pair has an order, or lacks one that a large difference would have had."""
+        verdict = self.verdict(row, other)
+        if verdict.name == orders.UNRESOLVED:
+            return verdict.known and verdict.visible < WIDE
+        return verdict.name != orders.UNSTABLE
 
     def against(self, row: str) -> dict[str, list[str]]:
         """Return verdict -> the other rows that have it against ``row``, the best mean first."""

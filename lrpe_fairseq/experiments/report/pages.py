@@ -206,7 +206,7 @@ def _rows(table: Table, view: ColumnView) -> str:
     text = f"{_place(view)}, {view.seed_span}{sure}. Unbeaten: {_some(level)}"
     # A row that failed for some seeds would read as one of the best.
     lost = _some([view.counted(row) for row in view.unordered])
-    text += f"; unstable against the first of them: {lost}." if lost else "."
+    text += f"; without an order, because seeds differ or are few: {lost}." if lost else "."
     return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
