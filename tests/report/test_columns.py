@@ -127,7 +127,9 @@ def test_a_row_that_is_unstable_against_the_best_is_unbeaten_but_has_no_order(ro
     view = column(root)
     assert "RoPE" in view.unbeaten
     assert view.unordered == ["RoPE"]
-    assert "; without an order, because seeds differ or are few: `rope` " in pages.verdict(view.table, [view])
+    assert "; without an order, because seeds differ or are few: `rope` " in pages.verdict(
+        view.table, [view]
+    )
 
 
 def test_a_column_answers_what_a_template_asks(root):
