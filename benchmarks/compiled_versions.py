@@ -39,8 +39,6 @@ FORMS = {
     "linear": ("normalized gates, 64/64", "full, 64/64", "causal, 32/32", "causal, 64/32"),
 }
 """Family -> forms that use different instructions; benchmarks.compiled has all."""
-NOT_COMPILED = {("linear", "causal, 64/32")}
-"""Forms without a row yet. After a run with all versions this is empty."""
 TYPES = dict.fromkeys((90, 80, 86, 120, 100), ("bfloat16", "float16"))
 """Capability -> types; the others compile bfloat16. Of float16 there are rows of sm_90 only so far:
 the others are not measured."""

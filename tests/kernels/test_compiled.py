@@ -25,9 +25,10 @@ print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAP
 releases = json.loads(compiled_versions.FIGURES.read_text())
 releases |= {"forms": compiled_versions.FORMS, "versions": compiled_versions.VERSIONS}
 releases |= {"capabilities": compiled_versions.CAPABILITIES}
-releases |= {"not_compiled": sorted(compiled_versions.NOT_COMPILED)}
 print(json.dumps(releases))
 """
+NOT_COMPILED = [("linear", "causal, 64/32")]
+"""Forms without a row yet. After a run with all versions this is empty."""
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,8 @@ def test_every_release_was_tried_with_its_forms_for_every_architecture(lines):
     found = {(r["triton"], r["family"], r["case"], r["capability"]) for r in releases["rows"]}
     forms = [(family, case) for family, cases in releases["forms"].items() for case in cases]
     assert all(case in names[family] for family, case in forms)
-    missing = [tuple(form) for form in releases["not_compiled"]]
-    assert set(missing) <= set(forms)
-    tried = [form for form in forms if form not in missing]
+    assert set(NOT_COMPILED) <= set(forms)
+    tried = [form for form in forms if form not in NOT_COMPILED]
     versions = releases["versions"]
     assert found == {
         (v, *form, c) for v in versions for form in tried for c in releases["capabilities"]
