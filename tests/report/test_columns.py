@@ -132,6 +132,17 @@ def test_a_row_that_is_unstable_against_the_best_is_unbeaten_but_has_no_order(ro
     )
 
 
+def test_a_number_of_parameters_has_neither_deviation_nor_verdict_nor_prior(root):
+    size = "  - {key: size, title: size, attention: linear, metric: million_parameters}\n"
+    (root / "configs/tables/demo.yaml").write_text(TABLE.replace("headline:", size + "headline:"))
+    for encoding, value in MEANS.items():
+        for seed in (1, 2, 3):
+            save(root, encoding, seed, measured(value, seed), million_parameters=1.5)
+    view = column(root, "size")
+    assert (view.text("Base"), view.sign("RoPE", "Base")) == ("1.50", "")
+    assert view.measurement.prior.strength == 0
+
+
 def test_a_column_answers_what_a_template_asks(root):
     view = column(root)
     assert view.rows == ["Base", "RoPE", "Type2", "PER-LN"]

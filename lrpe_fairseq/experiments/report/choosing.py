@@ -30,7 +30,7 @@ from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 
 PAGE, INDEX = "docs/choosing.md", "results/README.md"
 LENGTHS = {"extrapolation": (128, 256, 512, 1024, 2048), "books": (512, 1024, 2048, 4096, 8192)}
-CATALOGUE = "catalogue"
+SHOWN = "extrapolation"
 """The table with the perplexities in the picture of the speed."""
 HIGHEST = 200.0
 """The highest perplexity in the picture."""
@@ -66,7 +66,7 @@ def pictures(root: Path, wanted: Wanted = lambda sheet: True) -> dict[str, Calla
     if not _is_measured(results):
         return {}
     drawn = {}
-    if any(map(wanted, results.sheets_of(CATALOGUE))):
+    if any(map(wanted, results.sheets_of(SHOWN))):
         drawn[f"{folder}choosing-speed.png"] = partial(draw_speed, results=results)
     for table in LENGTHS:
         if any(map(wanted, results.sheets_of(table))):
@@ -342,21 +342,22 @@ def _of_ngrams(views: list[tuple[int, ColumnView]]) -> dict[str, list[plots.Poin
 
 
 def draw_speed(path: Path, results: Results) -> None:
-    """Draw validation perplexity over training speed on a CPU, a panel per attention type."""
-    x, y = (
-        "training speed on a CPU, relative to no encoding",
-        "validation perplexity, lower is better",
-    )
+    """Draw test perplexity over training speed on a CPU, a panel per attention type.
+
+    Only methods with their default options are shown, for which the speed was measured.
+    """
+    x = "training speed on a CPU, relative to no encoding"
+    y = "test perplexity at 128 tokens, lower is better"
     panels = []
     for attention in ("linear", "softmax"):
-        view = results.column(CATALOGUE, f"{attention}-valid")
+        view = results.column(SHOWN, f"{attention}-paired-128")
         most = 2 * view.mean(view.ranked()[0])
         points = {}
         for row in (row for row in view.ranked() if view.mean(row) < most):
-            method = view.names[row].partition(",")[0]
-            label = view.names[row] if method == "none" else method
+            name = view.names[row]
+            method = name.removesuffix(", no positions")
             fast = speed.speed(results.root, "cpu", attention, method)
-            if fast != "–":
-                points.setdefault(label, (float(fast), view.mean(row)))
+            if "," not in method and fast != "–":
+                points[name] = (float(fast), view.mean(row))
         panels.append(plots.Panel(f"{attention} attention", x, points, y))
     plots.points(path, panels)

@@ -149,9 +149,12 @@ class ColumnView:
     def text(self, row: str, usual: int | None = None) -> str:
         """Return "mean±deviation", and the number of seeds if it is not the usual one.
 
-        usual: the number of seeds that the page states; that of most rows if absent.
+        A number that has no verdict and is the same for every seed, such as that of parameters, is
+        shown alone. usual: the number of seeds that the page states; that of most rows if absent.
         """
         values = list(self._values(row))
+        if self.kind == "plain" and len(set(values)) == 1:
+            return self.short(row)
         spread = fixed(statistics.stdev(values), self.column.decimals) if len(values) > 1 else ""
         text = self.short(row) + (f"±{spread}" if spread else "")
         # Only where it differs: the page says the usual number.

@@ -305,13 +305,13 @@ class Measurement:
 def fitted_prior(cells: Cells, level: Mapping[str, float], best: float, kind: str) -> Prior:
     """Fit variance ~ scale x shape x strength / chi-square(strength) to the pairs of repeated rows.
 
-    The weakest strength is taken that fits almost as well as the best. Without three repeated rows
-    there is no prior: its strength is 0.
+    The weakest strength is taken that fits almost as well as the best. Without three repeated rows,
+    and for numbers that have no verdict, there is no prior: its strength is 0.
     """
     none = Prior(0.0, 0.0, 0.0, best)
     rows = [row for row in cells if len(cells[row]) > 1]
     # Two rows make one pair, from which no strength can be fitted.
-    if len(rows) < 3:
+    if len(rows) < 3 or kind == "plain":
         return none
     first, second, logs, freedom = _variances(cells, rows)
     if not len(logs):
