@@ -97,7 +97,7 @@ def choosing(results: Results) -> str:
 
 
 def answer(root: Path) -> str:
-    """Return README's five sentences, each with its command."""
+    """Return what README answers: tables, four questions and their commands."""
     results = results_of(root)
     if not _is_measured(results):
         return ""
