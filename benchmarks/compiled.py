@@ -7,12 +7,10 @@ of a thread, bytes of registers spilled to memory, and bytes of shared memory of
     python -m benchmarks.compiled [FAMILY …] [--capabilities 80 90]
 
 measures the named families and architectures again; other rows stay. To add a family, add an entry
-to FAMILIES.
+to FAMILIES, and its sources to ``kernel_sources.SOURCES``.
 """
 
 import argparse
-import ast
-import hashlib
 import importlib
 import inspect
 import json
@@ -36,6 +34,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
+from lrpe_fairseq.experiments.records.kernel_sources import source_hash
 from lrpe_fairseq.kernels import tiles_triton
 from lrpe_fairseq.kernels.encode import encode, encode_triton
 from lrpe_fairseq.kernels.flash import flash_triton, stick_triton
@@ -54,12 +53,11 @@ Case = tuple[str, Callable[[], None]]
 class Family(NamedTuple):
     """Kernels whose figures are made together.
 
-    launchers: the modules whose ``launch`` launches them. sources: the modules on which the figures
-    depend. cases: for a dtype, names of forms and functions that run a forward and backward pass.
+    launchers: the modules whose ``launch`` launches them. cases: for a dtype, names of forms and
+    functions that run a forward and backward pass. Figures depend on ``kernel_sources.SOURCES``.
     """
 
     launchers: tuple[str, ...]
-    sources: tuple[str, ...]
     cases: Callable[[torch.dtype], Iterator[Case]]
 
 
@@ -227,30 +225,12 @@ def _row(dtype: torch.dtype, width: int) -> torch.Tensor:
     return torch.zeros(1, TIME, HEADS, width, dtype=dtype).transpose(1, 2).requires_grad_()
 
 
+FLASH = ("lrpe_fairseq.kernels.flash.flash_triton",)
 FAMILIES = {
-    "flash": Family(
-        ("lrpe_fairseq.kernels.flash.flash_triton",),
-        tuple(f"lrpe_fairseq.kernels.flash.flash_{n}" for n in ("tiles", "kernels", "triton")),
-        flash_cases,
-    ),
-    "stick": Family(
-        ("lrpe_fairseq.kernels.flash.flash_triton",),
-        tuple(
-            f"lrpe_fairseq.kernels.flash.{name}"
-            for name in ("stick_kernels", "stick_triton", "flash_tiles", "flash_triton")
-        ),
-        stick_cases,
-    ),
-    "encode": Family(
-        ("lrpe_fairseq.kernels.encode.encode_triton",),
-        ("lrpe_fairseq.kernels.encode.encode_triton",),
-        encode_cases,
-    ),
-    "linear": Family(
-        LINEAR,
-        (*LINEAR, "lrpe_fairseq.kernels.tiles_triton"),
-        linear_cases,
-    ),
+    "flash": Family(FLASH, flash_cases),
+    "stick": Family(FLASH, stick_cases),
+    "encode": Family(("lrpe_fairseq.kernels.encode.encode_triton",), encode_cases),
+    "linear": Family(LINEAR, linear_cases),
 }
 
 
@@ -384,27 +364,6 @@ def refuse_unset_registers(code: str) -> None:
         if target:
             first, double = int(target[1]), ".64" in name or ".WIDE" in name
             known |= {first, first + double}
-
-
-def source_hash(family: str) -> str:
-    """Return a hash of a family's code, without imports, comments, docstrings and layout."""
-    digest = hashlib.sha256()
-    for name in FAMILIES[family].sources:
-        tree = ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list):
-                node.body = [x for x in body if not _is_ignored(x)] or [ast.Pass()]
-        digest.update(ast.unparse(tree).encode())
-    return digest.hexdigest()[:16]
-
-
-def _is_ignored(node: ast.AST) -> bool:
-    """True for an import and for a docstring, which no kernel is compiled from."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return True
-    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return text and isinstance(node.value.value, str)
 
 
 def main() -> None:

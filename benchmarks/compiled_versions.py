@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compiled
-from benchmarks.compiled import figures, source_hash
+from benchmarks.compiled import figures
 from lrpe_fairseq.experiments.records.files import ROOT, read_json, write_json
+from lrpe_fairseq.experiments.records.kernel_sources import source_hash
 
 FIGURES = ROOT / "results" / "bench" / "compiled-versions.json"
 CAPABILITIES = (*compiled.CAPABILITIES, 100)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import attention, decays, decoding, lengths, phases, training
+from lrpe_fairseq.experiments.records import kernel_sources
 from lrpe_fairseq.experiments.records.machine import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "bench"
@@ -38,7 +39,7 @@ IN_FLOAT32 = ("decoding", "phases")
 def main() -> None:
     """Measure, print and write the chosen parts."""
     options = parse()
-    stated = environment()
+    stated = {**environment(), "sources": kernel_sources.hashes()}
     print(f"{stated['hardware']}\n{stated['versions']}\ncommit {stated['commit']}")
     attention.check(options.device)
     decays.check(options.device)
@@ -51,7 +52,7 @@ def main() -> None:
         rows = PARTS[part](options)
         show(part, rows)
         if options.names:
-            own = {"commit": stated["commit"], "threads": threads}
+            own = {"threads": threads, **{name: stated[name] for name in ("commit", "sources")}}
             figures = with_earlier(options.device, part, rows, own)
         else:
             figures["rows"] = rows

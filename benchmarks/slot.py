@@ -6,8 +6,8 @@
 
 Every part is a file <out>/<device>/<part>.json, written again after every row, from which ``make
 docs`` renders docs/speed.md. Rows for which no time is left are missing; ``--resume`` measures
-them. A row that fails is written with its error. An error that leaves the GPU unusable restarts
-the program after that row.
+them, and those of kernels that have changed since. A row that fails is written with its error. An
+error that leaves the GPU unusable restarts the program after that row.
 
 - machine: bandwidth of a copy and rate of a matrix product.
 - busy: the share of a training step in which the GPU computes.
@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import rivals, tiles, training
 from benchmarks.run import RESULTS
 from benchmarks.timing import Timing, contest
+from lrpe_fairseq.experiments.records import kernel_sources
 from lrpe_fairseq.experiments.records.files import read_json, write_json
 from lrpe_fairseq.experiments.records.machine import environment
 from lrpe_fairseq.kernels import loader
@@ -201,24 +202,29 @@ class Files:
 
     def __init__(self, folder: Path, setting: Setting, resume: bool) -> None:
         """resume: keep the rows that the files have, measured on the same machine."""
-        self._folder, self._known = folder, {}
+        self._folder, self._device, self._known = folder, setting.device, {}
         threads, dtype = torch.get_num_threads(), str(setting.dtype)[6:]
         self._stated = {**environment(), "threads": threads, "dtype": dtype}
+        self._stated["sources"] = kernel_sources.hashes()
         for part in PARTS if resume else ():
             before = read_json(folder / f"{part}.json")
             if before and alike(before, self._stated):
-                own = {"commit": before["commit"]}
-                own = {} if own["commit"] == self._stated["commit"] else own
+                own = {"commit": before["commit"], "sources": before.get("sources", {})}
+                own = {name: x for name, x in own.items() if x != self._stated[name]}
                 self._known[part] = [{**own, **row} for row in before["rows"]]
 
     def has(self, row: Row) -> bool:
-        """True if the row was measured."""
-        rows = self._known.get(row.part, ())
+        """True if the row was measured, on a GPU with the present kernels."""
+        rows = self._known.get(row.part, [])
+        if self._device != "cpu":
+            rows = [x for x in rows if kernel_sources.is_current(row.part, x, self._stated)]
         return any(row.key.items() <= known.items() for known in rows)
 
     def add(self, row: Row, found: dict[str, Any]) -> None:
-        """Write the part's file with one more row."""
-        self._known.setdefault(row.part, []).append({**row.key, **found})
+        """Write the part's file with one more row, in the place of one of earlier kernels."""
+        rows = self._known.get(row.part, [])
+        rows = [known for known in rows if not row.key.items() <= known.items()]
+        self._known[row.part] = [*rows, {**row.key, **found}]
         kernels = {**self._stated["kernels"], "served": loader.SERVED}
         stated = {"part": row.part, **self._stated, "kernels": kernels}
         path = self._folder / f"{row.part}.json"

@@ -163,10 +163,11 @@ def _stated() -> dict[str, Any]:
     """Return what a file of checks says of the machine."""
     import torch
 
+    from lrpe_fairseq.experiments.records import kernel_sources
     from lrpe_fairseq.experiments.records.machine import environment
     from lrpe_fairseq.kernels import proof
 
-    found = environment()
+    found = {**environment(), "sources": kernel_sources.hashes()}
     found["versions"]["triton"] = proof.triton_version()
     dtype = "bfloat16" if torch.cuda.is_available() else "float16"
     return {"part": "doctor", **found, "dtype": dtype, "threads": torch.get_num_threads()}

@@ -142,13 +142,13 @@ def _values(results: Results) -> dict[str, Callable]:
         "most_gained": partial(evidence.most_gained, results),
         "length": lambda kind, n: results.column("extrapolation", f"{kind}-paired-{n}"),
         "recall": lambda kind, n: results.column("synthetic", f"{kind}-mqar-tokens-{n}x"),
+        "gpu": bool(speed.measured("steps", "cuda", results.root)),
         "speed": partial(speed.speed, results.root, "cuda"),
         "cpu_speed": partial(speed.speed, results.root, "cpu"),
         "stack_speed": partial(speed.value, results.root, "stacks", "cpu", "relative_speed"),
         "normalizer_speed": partial(
             speed.value, results.root, "normalizers", "cpu", "relative_speed"
         ),
-        "gpu_rate": partial(speed.rate, results.root),
     }
 
 

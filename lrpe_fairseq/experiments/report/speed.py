@@ -1,4 +1,8 @@
-"""Benchmarks: ``docs/speed.md`` and a CSV file per part, of ``results/bench/<device>/*.json``."""
+"""Benchmarks: ``docs/speed.md`` and a CSV file per part, of ``results/bench/<device>/*.json``.
+
+The page has rows of a GPU only while their kernels are the present ones; the CSV files have all.
+See ``kernel_sources``.
+"""
 
 import functools
 import json
@@ -10,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from lrpe_fairseq.encodings import ENCODINGS
-from lrpe_fairseq.experiments.records import methods
+from lrpe_fairseq.experiments.records import kernel_sources, methods
 from lrpe_fairseq.experiments.records.files import ROOT, read_json
 from lrpe_fairseq.experiments.report import markdown, plots
 from lrpe_fairseq.experiments.report.published import read_paper
@@ -41,12 +45,13 @@ def pages(root: Path) -> dict[str, str]:
         printed={cell["method"].lower(): cell["printed"] for cell in cells},
         against_table9=against_table9(root),
         steps=measured("steps", "cuda", root),
-        on_gpu=list(dict.fromkeys(row["encoding"] for row in measured("steps", "cuda", root))),
-        compiled_steps=_compiled_names(root),
+        methods_on_gpu=_encodings("steps", "cuda", root),
+        compiled_steps=_encodings("compiled-steps", "cpu", root),
         compiled_threads=_threads(run_file("compiled-steps", "cpu", root).get("threads", 1)),
         with_other_threads=_with_other_threads(root),
         **releases(root),
-        forms=measured("attention", "cuda", root),
+        forms=own_forms(root),
+        gpu=gpu(root),
         doctor=doctor(root),
         with_normalizers=list(
             dict.fromkeys(r["normalizer"] for r in measured("normalizers", "cpu", root))
@@ -69,9 +74,18 @@ def run_file(part: str, device: str, root: Path = ROOT) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
 
 
-def measured(part: str, device: str, root: Path = ROOT) -> list[Row]:
-    """Return the rows of a part, with quartiles as two entries; empty if it was not measured."""
+def stored(part: str, device: str, root: Path = ROOT) -> list[Row]:
+    """Return all rows of a part, with quartiles as two entries; empty if it was not measured."""
     return [dict(_flat(row)) for row in run_file(part, device, root)["rows"]]
+
+
+def measured(part: str, device: str, root: Path = ROOT) -> list[Row]:
+    """Return the rows of a part as :func:`stored`; on a GPU those of the present kernels only."""
+    file = run_file(part, device, root)
+    rows = stored(part, device, root)
+    if device == "cpu":
+        return rows
+    return [row for row in rows if kernel_sources.is_current(part, row, file)]
 
 
 def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
@@ -81,9 +95,38 @@ def value(root: Path, part: str, device: str, key: str, **where: Any) -> Any:
     return next(values, None)
 
 
-def _compiled_names(root: Path) -> list[str]:
-    """Return the encodings whose compiled steps were timed on a CPU, in order."""
-    return list(dict.fromkeys(row["encoding"] for row in measured("compiled-steps", "cpu", root)))
+def own_forms(root: Path) -> list[Row]:
+    """Return the rows of attention on a GPU; none without one of our present kernels."""
+    rows = measured("attention", "cuda", root)
+    ours = [row for row in rows if kernel_sources.families_of("attention", row)]
+    return rows if ours else []
+
+
+def gpu(root: Path) -> dict[str, str]:
+    """Return the machines of rows of present kernels, and those and the commits of earlier ones.
+
+    Returns: ``machines``, ``earlier`` and ``commits``, as text; empty if there are no such rows.
+    """
+    earlier: dict[str, None] = {}
+    machines_of_earlier: set[str] = set()
+    present = []
+    for path in sorted((root / RESULTS / "cuda").glob("*.json")):
+        file = run_file(path.stem, "cuda", root)
+        rows = [r for r in file["rows"] if kernel_sources.families_of(path.stem, r)]
+        old = [r for r in rows if not kernel_sources.is_current(path.stem, r, file)]
+        present += [file] * (len(old) < len(rows))
+        earlier |= dict.fromkeys(row.get("commit", file["commit"])[:8] for row in old)
+        machines_of_earlier |= {markdown.processors(file["hardware"])} if old else set()
+    return {
+        "machines": _machines(present),
+        "earlier": markdown.listed(sorted(machines_of_earlier)),
+        "commits": markdown.listed([f"`{commit}`" for commit in sorted(earlier)]),
+    }
+
+
+def _encodings(part: str, device: str, root: Path) -> list[str]:
+    """Return the encodings of which a part has rows, in order."""
+    return list(dict.fromkeys(row["encoding"] for row in measured(part, device, root)))
 
 
 def _threads(count: int) -> str:
@@ -131,12 +174,14 @@ def releases(root: Path) -> dict[str, Any]:
 def doctor(root: Path) -> dict[str, Any]:
     """Return what ``doctor.sh --kernels`` has found on a GPU; {} if it has not run on one.
 
-    Returns: the file's fields, with ``passed`` and ``table``: milliseconds beside PyTorch's.
+    Returns: the file's fields, with ``passed`` and ``table``: milliseconds beside PyTorch's, of
+        the checks of present kernels; "" without one.
     """
     file = run_file("doctor", "cuda", root)
-    rows = [row for row in file["rows"] if row.get("served") == "triton"]
-    if not rows:
+    if not any(row.get("served") == "triton" for row in file["rows"]):
         return {}
+    present = measured("doctor", "cuda", root)
+    rows = [row for row in present if row.get("served") == "triton"]
     head = ["check", "kernel, ms", "definition, ms", "largest relative error"]
     lines = [
         [
@@ -147,7 +192,8 @@ def doctor(root: Path) -> dict[str, Any]:
         for row in rows
     ]
     passed = sum(row["passed"] for row in file["rows"])
-    return {**file, "passed": passed, "table": markdown.table(head, lines, numbers=True)}
+    table = markdown.table(head, lines, numbers=True) if rows else ""
+    return {**file, "passed": passed, "table": table}
 
 
 def _compiled_forms(rows: list[Row]) -> str:
@@ -161,13 +207,21 @@ def _compiled_forms(rows: list[Row]) -> str:
 
 
 def csv_of(root: Path, part: str) -> str:
-    """Return every row of a part, with its device, torch, dtype and commit."""
+    """Return every row of a part, with its device, torch, dtype and commit.
+
+    On a GPU ``kernels`` says if it is of the present kernels or of earlier ones.
+    """
     lines = []
     for device in DEVICES:
         file = run_file(part, device, root)
-        for row in measured(part, device, root):
+        for row in stored(part, device, root):
             stated = {"device": device, "torch": file["versions"]["torch"]}
-            lines.append({**stated, "dtype": file["dtype"], "commit": file["commit"], **row})
+            stated |= {"dtype": file["dtype"], "commit": file["commit"]}
+            if device != "cpu":
+                present = kernel_sources.is_current(part, row, file)
+                stated["kernels"] = "present" if present else "earlier"
+            row.pop("sources", None)
+            lines.append({**stated, **row})
     return pd.DataFrame(lines).to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
 
@@ -182,7 +236,13 @@ def _flat(row: Row) -> Iterable[tuple[str, Any]]:
 
 def machines(root: Path, device: str) -> str:
     """Return the processors, torch and number types that the parts of a device were measured on."""
-    files = [run_file(path.stem, device, root) for path in (root / RESULTS / device).glob("*.json")]
+    paths = (root / RESULTS / device).glob("*.json")
+    return _machines([run_file(path.stem, device, root) for path in paths])
+
+
+def _machines(files: list[dict[str, Any]]) -> str:
+    if not files:
+        return ""
     cores = {str(file["hardware"]["cores"]) for file in files}
     torch = {f"torch {file['versions']['torch']}" for file in files}
     names = {markdown.processors(file["hardware"]) for file in files}
@@ -237,17 +297,17 @@ def speed(root: Path, device: str, attention: str, encoding: str) -> str:
     return "–" if ratio is None else f"{ratio:.2f}"
 
 
-def rate(root: Path, attention: str, encoding: str, length: int) -> float:
+def rate(root: Path, attention: str, encoding: str, length: int) -> float | None:
     """Return thousands of tokens per second on a GPU: the speed relative to Base times its rate.
 
-    The rate of Base is its median over all rows, because machines drift. Raises: ValueError if the
-    steps of the encoding were not timed.
+    The rate of Base is its median over all rows, because machines drift. None if the steps of the
+    encoding were not timed with the present kernels.
     """
     rows = [r for r in measured("steps", "cuda", root) if r.get("relative_speed")]
     rows = [r for r in rows if (r["attention"], r["length"]) == (attention, length)]
     ratios = [row["relative_speed"] for row in rows if row["encoding"] == encoding]
     if not ratios:
-        raise ValueError(f"{encoding} with {attention} attention was not timed at {length}")
+        return None
     base = statistics.median(row["tokens_per_second"] / row["relative_speed"] for row in rows)
     return base * ratios[0] / 1e3
 
