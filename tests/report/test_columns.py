@@ -127,6 +127,10 @@ def test_a_row_that_is_unstable_against_the_best_is_unbeaten_but_has_no_order(ro
     view = column(root)
     assert "RoPE" in view.unbeaten
     assert view.unordered == ["RoPE"]
+    # The interval reaches from nothing to more than ten times: both means say more.
+    assert view.versus("RoPE", "PER-LN") == (
+        f"{view.short('RoPE')} against {view.short('PER-LN')}, unstable"
+    )
     assert "; without an order, because seeds differ or are few: `rope` " in pages.verdict(
         view.table, [view]
     )

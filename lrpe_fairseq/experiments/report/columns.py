@@ -121,11 +121,14 @@ class ColumnView:
         return SIGNS[verdict.name] + (f" {size(verdict.visible, self.kind)}" if shown else "")
 
     def versus(self, row: str, other: str) -> str:
-        """Return the verdict and the difference, such as "better, -3.5 % [-7.6, -0.2]"."""
+        """Return the verdict and the difference, such as "better, -3.5 % [-7.6, -0.2]".
+
+        Both means and no difference if its interval is missing, or too wide to say anything.
+        """
         if row not in self.rows or other not in self.rows:
             return "not measured"
         verdict = self.verdict(row, other)
-        if verdict.known:
+        if verdict.known and not (verdict.name == orders.UNSTABLE and verdict.high >= HUGE):
             later = " (provisional)" if self.provisional else ""
             return f"{verdict.name}{later}, {self.difference(row, other)}"
         both = f"{self.short(row)} against {self.short(other)}"

@@ -360,7 +360,7 @@ LADDERS = {
         Budget("budget", "annealed", "{attention}-16200", "3 x 128"),
     ),
     "WikiText-2 in blocks of 128, then books in blocks of 512, without absolute positions": (
-        Budget("extrapolation", "small", "softmax-blocks-128", "3 x 128"),
+        Budget("extrapolation", "small", "softmax-paired-128", "3 x 128"),
         Budget("bounded", "small", "linear-paired-128", "3 x 128"),
         Budget("medium", "medium-5m", "{attention}-test", "4 x 192"),
         Budget("contrast", "long", "{attention}-blocks-128", "3 x 128"),
