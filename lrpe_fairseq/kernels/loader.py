@@ -412,11 +412,25 @@ def load_library(source: Path) -> ctypes.CDLL | None:
 
 def _reason(error: Exception) -> str:
     """Return the first error line of a compiler's output, or the first line of another error."""
-    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    said = _said_by_triton(error) or getattr(error, "stderr", None) or str(error)
+    lines = said.strip().splitlines()
     for line in lines:
         if "error" in line:
             return line
     return lines[0] if lines else type(error).__name__
+
+
+def _said_by_triton(error: BaseException | None) -> str:
+    """Return what Triton's compiler says of the innermost function; "" for another error.
+
+    The text of its errors begins with a place in the source. Errors of functions that a kernel
+    calls are their cause.
+    """
+    found = ""
+    while error is not None:
+        found = getattr(error, "error_message", None) or found
+        error = error.__cause__
+    return found
 
 
 def _library(source: Path) -> Path:

@@ -150,3 +150,25 @@ def test_heads_whose_offsets_pass_int32_are_brought_together():
         assert bring(far[:, :, :9]).stride()[1:3] == (32, 4 * 32)
         near = far[:, :3]
         assert bring(near).stride() == near.stride()
+
+
+class NotCompiled(Exception):
+    """As Triton's CompilationError: what it says of a function that a kernel calls is its cause."""
+
+    def __init__(self, line, message):
+        super().__init__(f"at 3:34:\n{line}\n^\n{message or ''}".strip())
+        self.error_message = message
+
+
+def test_a_kernel_that_does_not_compile_says_why_and_not_only_where(monkeypatch):
+    said = "input and other must have equal ranks >= 2"
+
+    def compile_kernel(*_):
+        try:
+            raise NotCompiled("return tl.dot(x, y)", said)
+        except NotCompiled as error:
+            raise NotCompiled("tl.store(p, product(x))", None) from error
+
+    monkeypatch.setattr(loader, "_launch", compile_kernel)
+    with pytest.raises(loader.LaunchError, match=f"_kernel: {said} .NotCompiled."):
+        loader.launch(MagicMock(__name__="_kernel"), (1,), torch.zeros(1))
