@@ -98,6 +98,7 @@ setup(
             "pytest-xdist>=3.8",  # --no-loadscope-reorder
             "ruff",
             "selenium",  # the explorer of the site, in a browser
+            # For the interpreter. No version: a torch for GPUs requires its own, which pip keeps.
             "triton; sys_platform == 'linux'",
             "vulture",
         ],

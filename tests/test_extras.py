@@ -49,6 +49,16 @@ def test_the_modules_of_the_extras_are_those_of_setup():
         assert wanted <= EVERY, "a package of an extra that no sentence names"
 
 
+def test_no_extra_replaces_the_triton_of_torch():
+    """A torch for GPUs requires one version, which a requirement without a version accepts."""
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    given = setup.call_args.kwargs
+    words = [*given["install_requires"], *(x for e in given["extras_require"].values() for x in e)]
+    found = [word.partition(";")[0].strip() for word in words if word.startswith("triton")]
+    assert found == ["triton"]
+
+
 @pytest.mark.parametrize("module", ["yaml", "fairseq", "fairseq.data", "omegaconf", "sacrebleu"])
 @pytest.mark.parametrize("name", program.COMMANDS)
 def test_a_command_names_the_extra_of_what_it_cannot_import(name, module, monkeypatch, capsys):
