@@ -115,6 +115,25 @@ def test_a_page_says_what_an_earlier_check_of_the_kernels_has_found(root):
     assert "| softmax, table | 1.92 " in speed.pages(root)[speed.PAGE]
 
 
+def test_the_checks_in_the_interpreter_leave_with_the_kernels(root):
+    said = "in Triton's interpreter on a CPU"
+    file = speed.run_file("doctor", "cpu", root)
+    passed = sum(row["passed"] for row in file["rows"])
+    text = speed.pages(root)[speed.PAGE]
+    assert f"{passed} of {len(file['rows'])} checks of the present kernels passed" in text
+    change(root, FLASH, "LOG2E = tl.constexpr(", "LOG2E = tl.constexpr(0.0 + ")
+    assert said in text
+    assert said not in speed.pages(root)[speed.PAGE]
+
+
+def test_injected_failures_are_shown_and_one_warning_in_full(root):
+    text = speed.pages(root)[speed.PAGE]
+    rows = speed.run_file("failures", "cpu", root)["rows"]
+    assert all(f"| {row['failure']} | " in text for row in rows)
+    assert rows[0]["warning"] in text
+    assert "bit for bit" in text
+
+
 def test_rows_of_earlier_kernels_are_measured_again(tmp_path):
     setting = slot.Setting("cuda", slot.torch.bfloat16, 1, **slot.TINY)
     row = slot.Row("attention", {"contestant": "flash", "length": 64}, dict)

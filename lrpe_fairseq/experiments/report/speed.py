@@ -6,6 +6,7 @@ See ``kernel_sources``.
 
 import functools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -53,6 +54,8 @@ def pages(root: Path) -> dict[str, str]:
         forms=own_forms(root),
         gpu=gpu(root),
         doctor=doctor(root),
+        interpreted=interpreted(root),
+        failures=failures(root),
         with_normalizers=list(
             dict.fromkeys(r["normalizer"] for r in measured("normalizers", "cpu", root))
         ),
@@ -196,6 +199,50 @@ def doctor(root: Path) -> dict[str, Any]:
     return {**file, "passed": passed, "table": table}
 
 
+def interpreted(root: Path) -> dict[str, Any]:
+    """Return what ``doctor.sh --kernels`` has found in Triton's interpreter, by kind of check.
+
+    Returns: the file's fields, with ``passed`` and ``table``; {} unless all checks are of the
+        present kernels.
+    """
+    file = run_file("doctor", "cpu", root)
+    rows = file["rows"]
+    if not rows or not all(kernel_sources.is_current("doctor", row, file) for row in rows):
+        return {}
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(row["check"].replace(",", " ").split()[0], []).append(row)
+    head = ["checks", "passed", "served by kernels", "largest relative error", "bound"]
+    lines = []
+    for kind, found in kinds.items():
+        passed = sum(row["passed"] for row in found)
+        served = sum(row.get("served") == "triton" for row in found)
+        errors = [x for row in found for x in map(float, row.get("errors", {}).values())]
+        bound = max(row.get("bound", 0.0) for row in found)
+        counts = f"{passed} of {len(found)}", f"{served} of {len(found)}"
+        lines.append([kind, *counts, f"{max(errors, default=math.nan):.0e}", f"{bound:.0e}"])
+    passed = sum(row["passed"] for row in rows)
+    return {**file, "passed": passed, "table": markdown.table(head, lines, numbers=True)}
+
+
+def failures(root: Path) -> dict[str, Any]:
+    """Return what injected failures of kernels lead to, of ``benchmarks.failures``.
+
+    Returns: the file's fields, with ``table`` and ``warning``, the first in full; {} without a
+        measurement.
+    """
+    file = run_file("failures", "cpu", root)
+    if not file["rows"]:
+        return {}
+    lines = []
+    for row in file["rows"]:
+        reason = row["served"].removeprefix("definition, because ").removesuffix(" on cpu")
+        lines.append([row["failure"], f"`{reason.replace('`', '')}`"])
+    table = markdown.table(["failure", "reason that the warning gives"], lines)
+    equal = all(row["equal"] for row in file["rows"])
+    return {**file, "equal": equal, "table": table, "warning": file["rows"][0]["warning"]}
+
+
 def _compiled_forms(rows: list[Row]) -> str:
     """Return how many forms compile, of how many, and how many of them spill registers."""
     if not rows:
@@ -235,9 +282,13 @@ def _flat(row: Row) -> Iterable[tuple[str, Any]]:
 
 
 def machines(root: Path, device: str) -> str:
-    """Return the processors, torch and number types that the parts of a device were measured on."""
+    """Return the processors, torch and number types that the parts of a device were measured on.
+
+    Those of parts without times are left out.
+    """
     paths = (root / RESULTS / device).glob("*.json")
-    return _machines([run_file(path.stem, device, root) for path in paths])
+    parts = sorted({path.stem for path in paths} - {"doctor", "failures"})
+    return _machines([run_file(part, device, root) for part in parts])
 
 
 def _machines(files: list[dict[str, Any]]) -> str:
