@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.attention.operators import carried_sums, channel_sums, score_blocks
 from lrpe_fairseq.attention.softmax.blocks import BLOCK, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, visible_pairs, window_is_in_slots
-from lrpe_fairseq.attention.transport import carried_sums, reflected, score_blocks, scores_naive
+from lrpe_fairseq.attention.transport import reflected, scores_naive
+from lrpe_fairseq.attention.windows import is_cut, windows_of
 from lrpe_fairseq.encodings.core.companions import FLAGS, PADDING, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.errors import ChoiceError
@@ -159,25 +161,50 @@ def linear_attention_window(
     q, k, v = (x.to(wide) for x in (q, k, v))
     if content is not None:
         content = tuple(x.to(wide) for x in content)
-    sums = decay_sums(queries, keys, log_decay, len(q))
     # with padding between tokens the last keys are not in the last slots: all of them are computed
     window = keys.window if window_is_in_slots(queries, keys) else None
+    if is_cut(window) and queries.transport is None:
+        cut = windows_of(q.shape[2], k.shape[2], window)
+        queries, keys = cut.cut_tokens(queries, keys, len(q))
+        q, k, v = cut.cut(q), cut.cut_keys(k), cut.cut_keys(v)
+        if content is not None:
+            content = cut.cut(content[0]), cut.cut_keys(content[1])
+        sums = decay_sums(queries, keys, log_decay, len(q))
+        compute = partial(torch.matmul, q, k.mT)
+        out = _window_block(q, k, v, queries, keys, content, sums, compute, normalizer)
+        return _narrow(cut.joined(out), dtype, normalizer)
+    sums = decay_sums(queries, keys, log_decay, len(q))
     blocks = []
     for rows, columns, compute in _score_blocks(q, k, queries.transport, window):
-        visible = visible_pairs(queries.of(rows), keys.of(columns), True)
+        of_block = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+        tokens = queries.of(rows), keys.of(columns)
+        pair = None if content is None else (content[0][:, :, rows], content[1][:, :, columns])
         of_pairs = None if sums is None else (sums[0][..., rows], sums[1][..., columns])
-        scores = _decayed(q[:, :, rows], k[:, :, columns], of_pairs, compute)
-        scores = _shown(scores, visible)
-        denominator = scores.sum(-1) if sums_encoded(normalizer) else None
-        unencoded = None
-        if reads_content(normalizer):
-            pair = content[0][:, :, rows], content[1][:, :, columns]
-            of_pairs = of_pairs if normalizer == "bounded" else None
-            plain = _decayed(*pair, of_pairs, partial(torch.matmul, pair[0], pair[1].mT))
-            unencoded = _shown(plain, visible).sum(-1)
-        denominator = at_least(denominator, unencoded)
-        blocks.append(_divide(scores @ v[:, :, columns], denominator))
+        blocks.append(_window_block(*of_block, *tokens, pair, of_pairs, compute, normalizer))
     return _narrow(torch.cat(blocks, 2), dtype, normalizer)
+
+
+def _window_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    content: tuple[Tensor, Tensor] | None,
+    sums: tuple[Tensor, Tensor] | None,
+    compute: Callable[[], Tensor],
+    normalizer: str,
+) -> Tensor:
+    """Compute :func:`linear_attention_window` of one block; sums, compute: see :func:`_decayed`."""
+    visible = visible_pairs(queries, keys, True)
+    scores = _shown(_decayed(q, k, sums, compute), visible)
+    denominator = scores.sum(-1) if sums_encoded(normalizer) else None
+    unencoded = None
+    if reads_content(normalizer):
+        of_pairs = sums if normalizer == "bounded" else None
+        plain = _decayed(*content, of_pairs, partial(torch.matmul, content[0], content[1].mT))
+        unencoded = _shown(plain, visible).sum(-1)
+    return _divide(scores @ v, at_least(denominator, unencoded))
 
 
 def _decayed(
@@ -200,7 +227,7 @@ def _decayed(
 def _score_blocks(
     q: Tensor, k: Tensor, transport: Transport | None, window: int | None
 ) -> Iterator[tuple[slice, slice, Callable[[], Tensor]]]:
-    """Yield the blocks of ``transport.score_blocks``, or of q k^T without a transport."""
+    """Yield the blocks of ``operators.score_blocks``, or of q k^T without a transport."""
     if transport is not None:
         yield from score_blocks(q, k, transport, BLOCK, window)
         return
@@ -832,11 +859,11 @@ def _advance_by_feature(
     """Compute :func:`_advance` with a decay of every feature, (B, H, T, D)."""
     dispatch.log_linear("pytorch", q)
     if not with_denominator:
-        out, kv = channels.chunked_sums(q, k, v, log_decay, before.kv)
+        out, kv = channel_sums(q, k, v, log_decay, before.kv)
         return out, None, LinearState(kv, before.keys)
     v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     kv = torch.cat([before.kv, before.keys.unsqueeze(-1)], -1)
-    out, kv = channels.chunked_sums(q, k, v, log_decay, kv)
+    out, kv = channel_sums(q, k, v, log_decay, kv)
     return out[..., :-1], out[..., -1], LinearState(kv[..., :-1], kv[..., -1])
 
 

@@ -21,6 +21,7 @@ from lrpe_fairseq.attention.linear import (
     linear_attention_window,
     reads_content,
 )
+from lrpe_fairseq.attention.operators import carried
 from lrpe_fairseq.attention.parallel import SplitSequence
 from lrpe_fairseq.attention.projected import (
     ATTENTION_TYPES,
@@ -32,11 +33,11 @@ from lrpe_fairseq.attention.projected import (
 from lrpe_fairseq.attention.softmax import SoftmaxState, encoded_attention
 from lrpe_fairseq.attention.states import Owner, check_owner
 from lrpe_fairseq.attention.tokens import Tokens, check_tokens, tokens_after, tokens_of
-from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.companions import NUMBERS, REAL, check_companion
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.errors import ChoiceError
 from lrpe_fairseq.kernels import dispatch
+from lrpe_fairseq.kernels.conditions import is_exporting
 
 __all__ = [
     "ATTENTION_TYPES",
@@ -224,8 +225,9 @@ class MultiheadAttention(ProjectedAttention):
         window = checked_window(window, self.causal)
         if window is None or (self.window is not None and self.window < window):
             window = self.window
-        hides = window is not None and (length is None or window < length)
-        return window if hides else None
+        if window is None or length is None or is_exporting():  # an export takes any length
+            return window
+        return window if window < length else None
 
     def _check(
         self,

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from lrpe_fairseq.attention import linear, softmax
 from lrpe_fairseq.attention.linear import linear_attention
+from lrpe_fairseq.attention.operators import carried, carried_sums
 from lrpe_fairseq.attention.tokens import Tokens, tokens_of
-from lrpe_fairseq.attention.transport import carried, carried_sums
 from lrpe_fairseq.encodings.core.forms import Transport
 from lrpe_fairseq.encodings.core.history import Earlier, history
 from lrpe_fairseq.encodings.core.positions import PositionCache, counted

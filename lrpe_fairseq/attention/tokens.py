@@ -82,10 +82,16 @@ class Tokens(NamedTuple):
     :meth:`Encoding.phases`."""
 
     def of(self, part: slice) -> "Tokens":
-        """Return the tokens of a slice, without phases: their features are encoded already."""
+        """Return the tokens of a slice, without phases: their features are encoded already.
+
+        part: with a start and an end of 0 or more, or None.
+        """
         every = self._replace(phases=None)._asdict().items()
         cut = {n: x[..., part] for n, x in every if isinstance(x, Tensor)}
-        first, last, _ = part.indices(self.positions.shape[-1])
+        length = self.positions.shape[-1]
+        # slice.indices would fix the length in a compiled graph
+        first = min(part.start or 0, length)
+        last = length if part.stop is None else min(part.stop, length)
         # slices of counted positions are one object per range, so that encodings can cache by it
         known = known_range(self.positions)
         if known is not None and self.positions.dim() == 1:

@@ -26,6 +26,7 @@ from lrpe_fairseq.kernels.linear import causal, causal_cpu
 
 SOURCES = (
     "operators.py",
+    "recomputed.py",
     "triton_operators.py",
     "loader.py",
     "results.py",

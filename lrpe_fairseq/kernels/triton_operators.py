@@ -4,10 +4,8 @@ Each calls a function of eager execution (``triton_calls``), so its kernels are 
 and the definition serves where a proof or a launch fails, or where a graph runs on a machine
 without them. Trap: that of softmax attention then has all T x S scores in memory.
 
-The gradient is another operator, which computes the function once more and then its gradients. So
-an operator needs no list of what its kernels keep, at the price of a second forward pass. There are
-no second derivatives. Features of queries and keys need no operator here, because compilers fuse
-them with what surrounds them.
+Features of queries and keys need no operator here, because compilers fuse them with what surrounds
+them.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
 """
@@ -23,7 +21,7 @@ from lrpe_fairseq.kernels import loader, triton_calls
 from lrpe_fairseq.kernels.conditions import called_in_tracing
 from lrpe_fairseq.kernels.flash import flash, stick
 from lrpe_fairseq.kernels.linear import causal
-from lrpe_fairseq.kernels.operators import named, with_autograd
+from lrpe_fairseq.kernels.recomputed import RecomputedOperator
 from lrpe_fairseq.kernels.results import narrow, result_like, result_type
 from lrpe_fairseq.kernels.triton_calls import CAUSAL, FLASH
 
@@ -91,94 +89,6 @@ def _serves(x: Tensor) -> bool:
     return (half or x.dtype == torch.float32) and _runs_on(x.device.type, x.device.index)
 
 
-# --- making operators --------------------------------------------------------------------------
-
-
-class _Operator:
-    """An operator and its gradient, which computes the function once more.
-
-    name: of the operator. arguments: their schema. function: of these arguments, in eager
-    execution. fake: (arguments) -> results without numbers, of the shapes, dtypes and strides of
-    the operator's results, to which those of the function are copied if they lie otherwise.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        arguments: str,
-        function: Callable[..., Sequence[Tensor]],
-        fake: Callable[..., Sequence[Tensor]],
-    ) -> None:
-        self._function, self._fake = function, fake
-        self._forward = self._defined(name, f"({arguments}) -> Tensor[]", self._compute, fake)
-        self._backward = self._defined(
-            f"{name}_backward",
-            f"(Tensor[] grads, {arguments}, bool[] needed) -> Tensor[]",
-            self._gradients,
-            self._like_needed,
-        )
-        self._forward.register_autograd(self._gradient, setup_context=self._keep)
-
-    def __call__(self, *arguments: Any) -> list[Tensor]:
-        return self._forward(*arguments)
-
-    @staticmethod
-    def _defined(name: str, schema: str, function: Callable, fake: Callable) -> Any:
-        operator = torch.library.custom_op(named(name), function, mutates_args=(), schema=schema)
-        operator.register_fake(fake)
-        return operator
-
-    def _compute(self, *arguments: Any) -> list[Tensor]:
-        with torch.no_grad():
-            results = self._function(*arguments)
-            return [_laid_out(*pair) for pair in zip(results, self._fake(*arguments), strict=True)]
-
-    def _gradients(self, grads: list[Tensor], *given: Any) -> list[Tensor]:
-        *arguments, needed = given
-        with with_autograd(), torch.enable_grad():
-            leaves = [
-                x.detach().requires_grad_() if need else x
-                for x, need in zip(arguments, needed, strict=True)
-            ]
-            results = self._function(*leaves)
-            pairs = [(x, g) for x, g in zip(results, grads, strict=True) if x.requires_grad]
-            wanted = [x for x, need in zip(leaves, needed, strict=True) if need]
-            found = torch.autograd.grad(
-                [x for x, _ in pairs],
-                wanted,
-                [g.to(x.dtype) for x, g in pairs],
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        return [_laid_out(g, torch.empty_like(x)) for g, x in zip(found, wanted, strict=True)]
-
-    @staticmethod
-    def _like_needed(grads: list[Tensor], *given: Any) -> list[Tensor]:
-        *arguments, needed = given
-        return [torch.empty_like(x) for x, need in zip(arguments, needed, strict=True) if need]
-
-    @staticmethod
-    def _keep(ctx, inputs, output):
-        ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
-        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
-
-    def _gradient(self, ctx, grads):
-        saved = iter(ctx.saved_tensors)
-        arguments = [
-            next(saved) if is_tensor else other
-            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
-        ]
-        needed = [bool(need) for need in ctx.needs_input_grad[: len(arguments)]]
-        found = iter(self._backward(grads, *arguments, needed))
-        return tuple(next(found) if need else None for need in needed)
-
-
-def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return x if its strides are those of ``like``; else copy it into the memory of ``like``."""
-    return x if x.stride() == like.stride() else like.copy_(x)
-
-
 # --- linear attention ----------------------------------------------------------------------------
 
 
@@ -209,7 +119,7 @@ def _fake_sums(q, k, v, wanted, *_: Any):
     return [out, denominators] if wanted == "sums" else [out]
 
 
-_causal_sums = _Operator(
+_causal_sums = RecomputedOperator(
     "causal_sums_on_gpu",
     "Tensor q, Tensor k, Tensor v, str wanted, Tensor? log_decay, float eps",
     _call_causal_sums,
@@ -232,7 +142,7 @@ def _call_full_sums(q, k, v, wanted, eps):
     return _rounded(v, wanted, *compute(q, k, v, wanted, eps))
 
 
-_full_sums = _Operator(
+_full_sums = RecomputedOperator(
     "full_sums_on_gpu",
     "Tensor q, Tensor k, Tensor v, str wanted, float eps",
     _call_full_sums,
@@ -317,7 +227,7 @@ def _fake_attention(q, k, v, *_: Any):
     return [result_like(q, v.shape[3])]
 
 
-_flash = _Operator(
+_flash = RecomputedOperator(
     "flash_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? table, Tensor? decay, Tensor? score_decay, Tensor? c, "
     "Tensor? d, Tensor? by_query, Tensor? by_key, Tensor? padding, Tensor? of_queries, "
@@ -356,7 +266,7 @@ def _call_stick(q, k, v, padding, of_queries, of_keys, seed, scale, window, drop
     return _attended(triton_calls.stick_attention, stick.definition, (q, k, v), arguments)
 
 
-_stick = _Operator(
+_stick = RecomputedOperator(
     "stick_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? padding, Tensor? of_queries, Tensor? of_keys, "
     "Tensor? seed, float scale, SymInt? window, float dropout",

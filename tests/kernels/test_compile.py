@@ -72,20 +72,80 @@ def test_inductor_compiles_two_lengths(attention_type, name):
     assert_compiled_is_eager(attention_type, name, "inductor", [70, 33])
 
 
+CHUNKED = (
+    ("linear", "delta"),
+    ("linear", "gated-channel:rope"),
+    ("linear", "path:rope"),
+    ("softmax", "path"),
+)
+"""Encodings that compute a number of chunks which depends on the length."""
+
+WINDOWS = (
+    ("linear", "fox", "content"),
+    ("linear", "gated-channel:rope", "bounded"),
+    ("linear", "path", "layernorm"),
+    ("softmax", "rope", None),
+    ("softmax", "t5", None),
+    ("softmax", "fox", None),
+    ("softmax", "cope", None),
+    ("softmax", "path", None),
+)
+"""Attention that computes blocks of a window, and a normalizer."""
+
+
+@pytest.mark.parametrize(
+    ("attention_type", "name", "options"),
+    [
+        *((*case, {}) for case in CHUNKED),
+        ("linear", "rope", {"window": 8}),
+        ("softmax", "rope", {"window": 70}),
+    ],
+)
+def test_more_lengths_than_graphs_are_compiled(attention_type, name, options):
+    """Dynamo compiles eight graphs of a function, and fullgraph raises an error at the ninth."""
+    module = attention_of(attention_type, name, **options)
+    compiled = torch.compile(module.attend, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for length in range(30, 330, 30):
+            x = torch.randn(2, length, 32, dtype=torch.float64)
+            torch.testing.assert_close(compiled(x)[0], module.attend(x)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", ["plain", "padded", "padding between", "documents"])
+@pytest.mark.parametrize(("attention_type", "name", "normalizer"), WINDOWS)
+def test_a_window_has_the_gradients_of_eager_execution(attention_type, name, normalizer, tokens):
+    options = {"window": 9} if normalizer is None else {"window": 9, "normalizer": normalizer}
+    module = attention_of(attention_type, name, **options)
+    padding = torch.zeros(2, 150, dtype=torch.bool)
+    padding[1, 120:] = True
+    if tokens == "padding between":
+        padding[0, 40:60] = True
+    starts = torch.zeros_like(padding)
+    starts[:, [33, 101]] = True
+    masks = {} if tokens == "plain" else {"key_padding_mask": padding}
+    masks = {"starts": starts} if tokens == "documents" else masks
+    one_sided = tokens == "padded"
+
+    def function(x):
+        return module.attend(x, one_sided=one_sided, **masks)[0]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 150, 32, dtype=torch.float64).requires_grad_()
+    inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
+    assert_same_gradients(function, compiled, x, inputs)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("attention_type", "name"),
     [pair for turn, pair in enumerate(each_encoding_once()) if turn % 4 in (1, 2)],
 )
-def test_inductor_computes_the_output_of_half_of_the_encodings(request, attention_type, name):
+def test_inductor_computes_the_output_of_half_of_the_encodings(attention_type, name):
     """Two of every four encodings, one with each attention type where both serve.
 
     The output at one length only, because inductor needs about ten seconds for each graph.
     Gradients in inductor are tested with the two pairs above.
     """
-    if name == "comrope-ld":
-        reason = "inductor's graph has a view of strides that the tensor does not have"
-        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True, reason=reason))
     module = attention_of(attention_type, name)
     compiled = torch.compile(module.attend, backend="inductor", fullgraph=True)
     x = torch.randn(2, 33, 32, dtype=torch.float64)
@@ -138,9 +198,12 @@ def test_padding_is_compiled(attention_type, causal):
     assert_same_gradients(function, compiled, x, [x, *module.parameters()])
 
 
+DECODED = ("rope", "fox", "t5", "stick-breaking", "path", "spe", "transformer-xl")
+
+
 @pytest.mark.parametrize(
     ("attention_type", "name"),
-    [("linear", "fox"), *(("softmax", name) for name in ("rope", "fox", "t5", "stick-breaking"))],
+    [("linear", "fox"), ("linear", "spe"), *(("softmax", name) for name in DECODED)],
 )
 def test_decoding_step_by_step_is_one_graph_for_every_length(attention_type, name):
     module = attention_of(attention_type, name)
@@ -174,10 +237,17 @@ def test_cross_attention_is_compiled(attention_type):
 
 
 @pytest.mark.parametrize(
-    ("attention_type", "name"), [("linear", "lrpe-type2"), ("linear", "fox"), ("softmax", "t5")]
+    ("attention_type", "name", "options"),
+    [
+        *((*case, {}) for case in (("linear", "lrpe-type2"), ("linear", "fox"), *CHUNKED)),
+        ("softmax", "t5", {}),
+        ("softmax", "fire", {}),
+        ("linear", "rope", {"window": 8}),
+        ("softmax", "fox", {"window": 70}),
+    ],
 )
-def test_an_exported_program_takes_other_lengths(attention_type, name):
-    module = attention_of(attention_type, name, torch.float32)
+def test_an_exported_program_takes_other_lengths(attention_type, name, options):
+    module = attention_of(attention_type, name, torch.float32, **options)
 
     class Model(torch.nn.Module):
         def __init__(self):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lrpe_fairseq.attention.operators import score_blocks
 from lrpe_fairseq.attention.softmax.fused import (
     Terms,
     softmax_attention,
@@ -28,16 +29,13 @@ from lrpe_fairseq.attention.tokens import (
     visible_pairs,
     window_is_in_slots,
 )
-from lrpe_fairseq.attention.transport import score_blocks
+from lrpe_fairseq.attention.windows import ROWS
 from lrpe_fairseq.encodings.core.forms import LOWEST, Form, masked_softmax
 from lrpe_fairseq.encodings.core.positions import Lags
 from lrpe_fairseq.kernels.conditions import is_exporting, is_transformed, without_autocast
 
 BLOCK = 2**24
 """Maximum number of scores B H R S of a block of R queries: 64 MB in float32."""
-
-ROWS = 64
-"""Queries of a block with a window, if that is shorter. It is read from R + window - 1 keys."""
 
 
 class Call(NamedTuple):
@@ -62,11 +60,11 @@ def attention_in_blocks(
     """Compute ``dispatch.encoded_attention`` in blocks of queries."""
     slices = list(query_blocks(q, k, call.causal, BLOCK, window))
     if len(slices) == 1:
-        return _block(q, k, v, queries, keys, call)
+        return one_block(q, k, v, queries, keys, call)
     parts = []
     for rows, columns in slices:
         features = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-        parts.append(_block(*features, queries.of(rows), keys.of(columns), call))
+        parts.append(one_block(*features, queries.of(rows), keys.of(columns), call))
     return torch.cat(parts, 2)
 
 
@@ -97,8 +95,8 @@ def carried_attention(
         return torch.cat([block(*arguments) for arguments in blocks], 2)
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
-    """Compute :func:`encoded_attention` of one block."""
+def one_block(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
+    """Compute ``dispatch.encoded_attention`` of queries (B, H, T, D), with all T x S scores."""
     terms = terms_of(q, k, queries, keys, call)
     visible = visible_pairs(queries, keys, call.causal)
     options = {"visible": visible, "scale": call.scale, "dropout": call.dropout}
@@ -215,7 +213,8 @@ def query_blocks(
     batch, heads, rows = q.shape[:3]
     columns = k.shape[2]
     # an exported program takes any length, so that it cannot have a number of blocks
-    if window is None and (is_exporting() or rows <= limit // max(1, batch * heads * columns)):
+    one = window is None and rows <= limit // max(1, batch * heads * columns)
+    if is_exporting() or one:
         yield slice(0, rows), slice(0, columns)
         return
     # more queries than the window would compute mostly hidden pairs

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.attention.operators import score_blocks
 from lrpe_fairseq.attention.softmax import blocks
 from lrpe_fairseq.attention.softmax.blocks import Call, decay_sums
 from lrpe_fairseq.attention.softmax.fused import fused_attention, softmax_attention, weighted
 from lrpe_fairseq.attention.tokens import Tokens, lags_between, visible_pairs, window_is_in_slots
-from lrpe_fairseq.attention.transport import score_blocks
+from lrpe_fairseq.attention.windows import is_cut, windows_of
 from lrpe_fairseq.encodings.core.forms import Form
 from lrpe_fairseq.encodings.core.positions import constant
 from lrpe_fairseq.encodings.core.protocols import Encoding
@@ -67,6 +68,12 @@ def encoded_attention(
     _log(encoding, "torch" if plain else "blocks of queries", q)
     if plain and window is None:
         return _plain(q, k, v, queries, keys, call)
+    if is_cut(window):
+        cut = windows_of(q.shape[2], k.shape[2], window)
+        queries, keys = cut.cut_tokens(queries, keys, len(q))
+        call = _call(encoding, queries, keys, causal, dropout)
+        features = cut.cut(q), cut.cut_keys(k), cut.cut_keys(v)
+        return cut.joined(blocks.one_block(*features, queries, keys, call))
     return blocks.attention_in_blocks(q, k, v, queries, keys, call, window)
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lrpe_fairseq.attention.operators import carried
 from lrpe_fairseq.attention.tokens import Tokens
-from lrpe_fairseq.attention.transport import carried
 from lrpe_fairseq.encodings.core.forms import Transport
+from lrpe_fairseq.encodings.core.positions import known_range, with_known_range
 
 
 class KVBuffer:
@@ -120,6 +121,9 @@ def state_of(k: Tensor, v: Tensor, tokens: Tokens) -> SoftmaxState:
     if sums is None:
         sums = k.new_empty(batch, 0, length, dtype=torch.float64)
     positions = tokens.positions.expand(batch, length)
+    known = known_range(tokens.positions)
+    if known is not None:
+        with_known_range(positions, *known)
     return SoftmaxState(
         keys=k,
         values=v,

@@ -45,9 +45,9 @@ def history(
     if padding is not None:
         padding = padding.bool()
         starts = None if starts is None else starts & ~padding
-        order = padding.byte().argsort(dim=1, stable=True).unsqueeze(-1)  # real tokens first
-        x = x.take_along_dim(order, 1)
-        starts = None if starts is None else starts.take_along_dim(order.squeeze(-1), 1)
+        order = padding.byte().argsort(dim=1, stable=True)  # real tokens first
+        x = _picked(x, order)
+        starts = None if starts is None else starts.gather(1, order)
     batch, length, width = x.shape
     tail = x.new_zeros(batch, count, width) if tail is None else tail
     if not length:
@@ -56,7 +56,7 @@ def history(
     past = [every[:, count - j : count - j + length] for j in range(1, count + 1)]
     real = length if padding is None else (~padding).sum(1, keepdim=True)
     slots = real - count + torch.arange(count, device=x.device).expand(batch, count)
-    tail = every.take_along_dim((slots + count).unsqueeze(-1), 1)
+    tail = _picked(every, slots + count)
     if starts is not None:
         slot = torch.arange(length, device=x.device)
         begin = torch.where(starts, slot, -count).cummax(1).values  # of the token's document
@@ -64,8 +64,14 @@ def history(
         tail = tail.masked_fill((slots < begin[:, -1:]).unsqueeze(-1), 0)
     if order is not None:
         back = order.argsort(dim=1)
-        past = [p.take_along_dim(back, 1) for p in past]
+        past = [_picked(p, back) for p in past]
     return past, tail
+
+
+def _picked(x: Tensor, slots: Tensor) -> Tensor:
+    """Return the tokens ``slots`` (B, N) of x (B, T, C)."""
+    # take_along_dim would fix the length in a compiled graph
+    return x.gather(1, slots.unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 
 def causal_filter(

@@ -137,7 +137,9 @@ def definition(x: Tensor, skew: Tensor, amounts: Tensor) -> Tensor:
 
     Its error grows with u; second derivatives are meant for u below about 10^5.
     """
-    rotation = torch.matrix_exp(amounts[..., None, None] * skew.unsqueeze(1))  # G M b b
+    powers = amounts[..., None, None] * skew.unsqueeze(1)  # G M b b
+    # as one list of matrices, because inductor would choose strides that matrix_exp does not take
+    rotation = torch.matrix_exp(powers.flatten(0, 1)).view_as(powers)
     return torch.einsum("gmij,gkmj->gkmi", rotation.to(x.dtype), x)
 
 

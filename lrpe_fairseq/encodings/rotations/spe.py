@@ -27,6 +27,7 @@ from lrpe_fairseq.encodings.core.positions import (
 )
 from lrpe_fairseq.encodings.core.protocols import Card, Properties, QueryKeyEncoding
 from lrpe_fairseq.encodings.core.randomness import noise_rank
+from lrpe_fairseq.kernels.conditions import may_read_values
 
 MOST = 2**16
 """Sines, and realizations, at most."""
@@ -310,6 +311,9 @@ def distinct_of_rows(positions: Tensor) -> tuple[Tensor, Rows]:
         count = known[1] - known[0] + 1
         order = index.argsort(1) if count == positions.shape[1] else None
         return counted(known[1] + 1, device, known[0]), Rows(index, order)
+    if not may_read_values(positions):
+        every = positions.flatten()
+        return every, Rows(torch.arange(len(every), device=device).view_as(positions), None)
     distinct, index = positions.unique(return_inverse=True)
     if len(distinct) != index.shape[1]:
         return distinct, Rows(index, None)

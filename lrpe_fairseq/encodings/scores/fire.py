@@ -115,9 +115,12 @@ class FIRE(LagBias):
             return super().bias(q, k, q_positions, k_positions)
         pairs = k_positions.shape[-1] * q_positions[..., :1].numel()
         rows = max(1, BLOCK // (max(1, pairs) * max(self.width, self.spec.num_heads)))
+        after = q_positions[..., near:]
+        # blocks would fix the length in a compiled graph
+        parts = (after,) if torch.compiler.is_compiling() else after.split(rows, -1)
         blocks = [
             self._of_pairs(part.unsqueeze(-1), k_positions.unsqueeze(-2)).to(q.dtype)
-            for part in q_positions[..., near:].split(rows, -1)
+            for part in parts
         ]
         far = torch.cat(blocks, -2)
         if not near:

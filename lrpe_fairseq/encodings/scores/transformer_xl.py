@@ -16,6 +16,7 @@ from lrpe_fairseq.encodings.core.positions import (
 from lrpe_fairseq.encodings.core.protocols import Card, ScoreEncoding
 from lrpe_fairseq.encodings.rotations.cores import BASE
 from lrpe_fairseq.encodings.scores.biases import pick
+from lrpe_fairseq.kernels.conditions import may_read_values
 
 
 class TransformerXL(ScoreEncoding):
@@ -92,6 +93,10 @@ class TransformerXL(ScoreEncoding):
             distance = distance.clamp_min(0)
             if lags is not None:
                 lags = max(0, lags[0]), max(0, lags[1])
+        if lags is None and not may_read_values(distance):  # every pair, as in decoding by a graph
+            keys = self.position_keys(sinusoid(distance, self.r_proj.in_features), q.dtype)
+            scores = (q.unsqueeze(-2) @ keys.mT).squeeze(-2)
+            return scores.masked_fill(after, 0.0) if self.spec.causal else scores
         occurring, index = _distinct_distances(distance, lags)
         r = sinusoid(occurring, self.r_proj.in_features)
         scores = pick(q @ self.position_keys(r, q.dtype).transpose(-1, -2), index)
