@@ -14,6 +14,7 @@ from fairseq.modules.transformer_layer import (
     TransformerEncoderLayerBase,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lrpe_fairseq.attention.multihead import MultiheadAttention
 from lrpe_fairseq.attention.tokens import Given
@@ -71,6 +72,7 @@ class DecoderLayer(TransformerDecoderLayerBase):
         self._layer = layer
         super().__init__(cfg, no_encoder_attn=no_encoder_attn)
         self.activation_fn = partial(on_rows, self.activation_fn)
+        self.register_forward_pre_hook(_with_query_padding, with_kwargs=True)
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
@@ -90,13 +92,8 @@ class DecoderLayer(TransformerDecoderLayerBase):
             return super().build_encoder_attention(embed_dim, cfg)
         return build_cross_attention(options, cfg, self._layer)
 
-    def forward(
-        self, x: Tensor, *rest: Any, self_attn_padding_mask: Tensor | None = None, **keywords: Any
-    ) -> tuple:
-        """Compute the layer as fairseq does; cross-attention needs the padding of its queries."""
-        # fairseq passes it to self-attention only
-        self.self_attn.given.query_padding = self_attn_padding_mask
-        keywords["self_attn_padding_mask"] = self_attn_padding_mask
+    def forward(self, x: Tensor, *rest: Any, **keywords: Any) -> tuple:
+        """Compute the layer as fairseq does, on an x (T, B, C) that is :func:`contiguous`."""
         return super().forward(contiguous(x), *rest, **keywords)
 
 
@@ -312,12 +309,33 @@ def wrapped(layer: nn.Module, cfg: Any) -> nn.Module:
     """Wrap ``layer`` as fairseq wraps its own, for activation checkpointing and for FSDP."""
     if cfg.checkpoint_activations:
         # the backward pass runs the layer again, when the attributes are those of a later pass
-        layer.forward = partial(_forward_of_pass, layer.forward)
+        plain = layer.forward
+        layer.forward = partial(_forward_of_pass, plain)
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+        layer.forward = partial(_checkpointed, plain, layer.forward)
         layer.register_forward_pre_hook(_with_pass, with_kwargs=True)
     # as in fairseq: every checkpointed layer is sharded, however small
     smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
     return fsdp_wrap(layer, min_num_params=smallest)
+
+
+def _checkpointed(plain: Callable, in_eager: Callable, *inputs: Any, **keywords: Any) -> Any:
+    """Compute a layer whose activations are not stored; compilers trace torch's function for it.
+
+    plain: the layer. in_eager: the same, checkpointed by fairseq.
+    """
+    if not torch.compiler.is_compiling():
+        return in_eager(*inputs, **keywords)
+    del keywords["of_pass"]  # a graph stores the values of its own pass
+    return checkpoint(plain, *inputs, use_reentrant=False, **keywords)
+
+
+def _with_query_padding(layer: DecoderLayer, inputs: tuple, keywords: dict[str, Any]) -> None:
+    """Tell cross-attention the padding of its queries; fairseq tells self-attention only.
+
+    Before activation checkpointing, whose recomputation must change no attribute in a graph.
+    """
+    layer.self_attn.given.query_padding = keywords.get("self_attn_padding_mask")
 
 
 def _with_pass(layer: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict]:
