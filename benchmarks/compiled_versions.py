@@ -41,8 +41,7 @@ FORMS = {
 }
 """Family -> forms that use different instructions; benchmarks.compiled has all."""
 TYPES = dict.fromkeys((90, 80, 86, 120, 100), ("bfloat16", "float16"))
-"""Capability -> types; the others compile bfloat16. Of float16 there are rows of sm_90 only so far:
-the others are not measured."""
+"""Capability -> types; the others compile bfloat16."""
 
 
 def rows_of(capability: int, kind: str) -> Iterator[dict[str, Any]]:

@@ -24,11 +24,10 @@ print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAP
     compiled.SHARED, compiled.TYPES, many, committed]))
 releases = json.loads(compiled_versions.FIGURES.read_text())
 releases |= {"forms": compiled_versions.FORMS, "versions": compiled_versions.VERSIONS}
-releases |= {"capabilities": compiled_versions.CAPABILITIES}
+types = {c: compiled_versions.TYPES.get(c, ("bfloat16",)) for c in compiled_versions.CAPABILITIES}
+releases |= {"types": [(c, x) for c in types for x in types[c]]}
 print(json.dumps(releases))
 """
-NOT_COMPILED = [("linear", "causal, 64/32")]
-"""Forms without a row yet. After a run with all versions this is empty."""
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +75,13 @@ def test_every_release_was_tried_with_its_forms_for_every_architecture(lines):
     """Else run ``python -m benchmarks.compiled_versions``."""
     (hashes, names, *_), releases = lines
     assert releases["sources"] == hashes
-    found = {(r["triton"], r["family"], r["case"], r["capability"]) for r in releases["rows"]}
+    keys = ("triton", "family", "case", "capability", "dtype")
+    found = {tuple(row[key] for key in keys) for row in releases["rows"]}
     forms = [(family, case) for family, cases in releases["forms"].items() for case in cases]
     assert all(case in names[family] for family, case in forms)
-    assert set(NOT_COMPILED) <= set(forms)
-    tried = [form for form in forms if form not in NOT_COMPILED]
     versions = releases["versions"]
-    assert found == {
-        (v, *form, c) for v in versions for form in tried for c in releases["capabilities"]
-    }
+    assert found == {(v, *form, *c) for v in versions for form in forms for c in releases["types"]}
+    assert "note" not in releases
 
 
 def test_code_that_triton_or_its_assembler_gets_wrong_is_refused():

@@ -16,7 +16,7 @@ def root(tmp_path):
         {**old, **row, "family": "flash", "case": "plain", "capability": 80},
         {**old, **row, "family": "flash", "case": "gates", "capability": 80, "spills": {"k": 8}},
         {**new, **row, "family": "flash", "case": "plain", "capability": 80, "error": "E: sorry"},
-        {**new, **row, "family": "flash", "case": "plain", "capability": 90},
+        {**new, **row, "family": "flash", "case": "plain", "capability": 90, "dtype": "bfloat16"},
     ]
     path = tmp_path / speed.RESULTS / "compiled-versions.json"
     path.parent.mkdir(parents=True)
@@ -31,6 +31,15 @@ def test_the_table_counts_the_forms_that_compile_and_those_that_spill(root):
     assert (old["torch"], old["triton"], old["family"]) == ("2.8", "3.4.0", "flash")
     assert old["cells"] == ["2 of 2, 1 spill", speed.MISSING]
     assert new["cells"] == ["0 of 1", "1 of 1"]
+
+
+def test_the_page_says_which_types_were_compiled_where(root):
+    assert speed.releases(root)["types"] == "bfloat16 on sm_90, float16 on sm_80"
+    path = root / speed.RESULTS / "compiled-versions.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows += [{**row, "dtype": "bfloat16"} for row in rows]
+    path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert speed.releases(root)["types"] == "bfloat16, float16 on sm_80"
 
 
 def test_a_form_that_does_not_compile_is_named_with_its_error(root):

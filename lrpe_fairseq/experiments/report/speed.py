@@ -149,8 +149,8 @@ def _with_other_threads(root: Path) -> str:
 def releases(root: Path) -> dict[str, Any]:
     """Return what every torch's Triton compiles, of ``compiled-versions.json``.
 
-    Returns: capabilities; releases, rows of {torch, triton, family, cells} with a text of each
-        capability; refused, the forms that did not compile, as sentences.
+    Returns: capabilities; types, as text; releases, rows of {torch, triton, family, cells} with a
+        text of each capability; refused, the forms that did not compile, as sentences.
     """
     rows = read_json(root / RESULTS / "compiled-versions.json").get("rows", [])
     capabilities = sorted({row["capability"] for row in rows})
@@ -171,7 +171,18 @@ def releases(root: Path) -> dict[str, Any]:
         for row in rows
         if row["error"]
     ]
-    return {"capabilities": capabilities, "releases": found, "refused": refused}
+    types = [_compiled_type(rows, dtype) for dtype in sorted({row["dtype"] for row in rows})]
+    listed = {"types": ", ".join(types), "releases": found, "refused": refused}
+    return {"capabilities": capabilities, **listed}
+
+
+def _compiled_type(rows: list[Row], dtype: str) -> str:
+    """Return a type, and for which architectures it was compiled unless for all."""
+    every = {row["capability"] for row in rows}
+    own = {row["capability"] for row in rows if row["dtype"] == dtype}
+    if own == every:
+        return dtype
+    return f"{dtype} on {markdown.listed([f'sm_{n}' for n in sorted(own)])}"
 
 
 def doctor(root: Path) -> dict[str, Any]:
