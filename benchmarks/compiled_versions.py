@@ -37,7 +37,13 @@ FORMS = {
     "encode": ("reflection, learned rotation",),
     "flash": ("full table padding dropout, 64/64", "plain, 64/32"),
     "stick": ("all, 64/64",),
-    "linear": ("normalized gates, 64/64", "full, 64/64", "causal, 32/32", "causal, 64/32"),
+    "linear": (
+        "normalized gates, 64/64",
+        "full, 64/64",
+        "causal, 32/32",
+        "causal, 64/32",
+        "normalized, 64/64",
+    ),
 }
 """Family -> forms that use different instructions; benchmarks.compiled has all."""
 TYPES = dict.fromkeys((90, 80, 86, 120, 100), ("bfloat16", "float16"))
