@@ -69,6 +69,20 @@ def test_verdicts_are_antisymmetric(measured):
         )
 
 
+def test_a_difference_that_is_not_resolved_is_smaller_than_one_that_would_have_shown():
+    draw, seen = np.random.default_rng(0), 0
+    for kind, spread in (("perplexity", 0.3), ("fraction", 0.3), ("bleu", 2.0)):
+        for _ in range(40):
+            cells = {row: dict(enumerate(1.5 + draw.normal(0, spread, 3))) for row in "abcd"}
+            measured = Measurement(cells, kind=kind)
+            for a, b in itertools.permutations(cells, 2):
+                verdict = measured.verdict(a, b)
+                if verdict.known and verdict.name in (UNRESOLVED, UNSTABLE):
+                    assert abs(verdict.size) <= verdict.visible
+                    seen += 1
+    assert seen > 500
+
+
 def test_without_a_prior_an_interval_is_that_of_a_paired_t_test():
     cells = {row: made_up()[row] for row in ("r0", "r1")}
     pair = Measurement(cells)

@@ -91,6 +91,8 @@ def choosing(results: Results) -> str:
         lrpe_against_rope=evidence.lrpe_against_rope(results),
         larger=evidence.at_larger_scales(results),
         untested=evidence.untested(results),
+        coverage=evidence.coverage(results),
+        largest_model=evidence.largest_model(results),
         ladders=evidence.ladder(results),
         agreement=evidence.agreement(results),
     )
@@ -120,8 +122,6 @@ def quickstart(root: Path) -> str:
         grid=tables.grid(sheets[0].table, views),
         sample=written,
         method=views[0].names[written["row"]],
-        learned=results.column("budget", "softmax-16200", "annealed"),
-        shorter=[results.column("budget", f"{k}-5400", "annealed") for k in ("linear", "softmax")],
         characters=_tokens_read(sheets[0]),
     )
 

@@ -10,15 +10,20 @@ HEAD = ["column", "method", "against", "verdict"]
 def section(results: Results, sheet: Sheet) -> str:
     """Return the contrasts of a sheet as a Markdown table; empty without any.
 
-    A contrast whose rows were not both trained is "not trained".
+    Contrasts whose rows were not both trained are counted below it.
     """
-    lines = []
+    lines, missing = [], 0
     for one in measurements.contrasts(results.root):
         if (one.table, one.scale) != (sheet.table.name, sheet.scale):
             continue
         view = results.view(sheet, one.column)
-        trained = {one.a, one.b} <= set(view.rows)
-        found = view.versus(one.a, one.b) if trained else "not trained"
+        if not {one.a, one.b} <= set(view.rows):
+            missing += 1
+            continue
+        found = view.versus(one.a, one.b)
         column = f"{view.column.attention}, {view.column.title}"
         lines.append([column, f"`{view.names[one.a]}`", f"`{view.names[one.b]}`", found])
-    return markdown.table(HEAD, lines) if lines else ""
+    if not lines:
+        return ""
+    more = f"\n\nNot trained yet: {missing} more." if missing else ""
+    return markdown.table(HEAD, lines) + more

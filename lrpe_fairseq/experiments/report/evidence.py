@@ -255,6 +255,57 @@ def at_larger_scales(results: Results) -> str:
     return markdown.table(["attention", "method", "against", *trained], rows)
 
 
+COVERED = (
+    ("linear", "fox, fox-bias 3.0"),
+    ("linear", "rope, layernorm"),
+    ("linear", "lrpe-type2, layernorm"),
+    ("linear", "lrpe-type2, bounded"),
+    ("linear", "lrpe-type2, angle-floor turn"),
+    ("linear", "gated:lrpe-type2, layernorm"),
+    ("linear", "gated:path:lrpe-type2, layernorm"),
+    ("linear", "permuteformer"),
+    ("softmax", "rope"),
+    ("softmax", "lrpe-type2"),
+    ("softmax", "fox, fox-bias 3.0"),
+    ("softmax", "stick-breaking"),
+)
+"""Attention and method of the lines of :func:`coverage`."""
+SMALL = (
+    ("WikiText-2, 1.8 M tokens, 3 x 128", "extrapolation", "small", "{attention}-paired-128"),
+    ("WikiText-2, 1.8 M tokens, 3 x 128", "angles", "small", "{attention}-paired-128"),
+    ("WikiText-2, 1.8 M tokens, 3 x 128", "bounded", "small", "linear-paired-128"),
+    ("WikiText-2, 1.8 M tokens, 3 x 128", "dependent", "small", "{attention}-paired-128"),
+)
+"""The places of small language models, as :data:`LARGER` has the others."""
+
+
+def coverage(results: Results) -> str:
+    """Return a table of the seeds of the compared methods, at every scale of language models."""
+    seeds: dict[str, dict[tuple[str, str], int]] = {}
+    learned_: dict[str, bool] = {}
+    for heading, *place in (*SMALL, *LARGER):
+        for kind, method in COVERED:
+            view = column_for(results, kind, *place)
+            if view is None:
+                continue
+            learned_[heading] = learned_.get(heading, False) or bool(view.beats_ngrams)
+            if row := _row_of(view, method):
+                counts = seeds.setdefault(heading, {})
+                known = counts.get((kind, method), 0)
+                counts[kind, method] = max(known, len(view.cells[row]))
+    rows = [
+        [kind, f"`{method}`", *(str(found.get((kind, method), "–")) for found in seeds.values())]
+        for kind, method in COVERED
+    ]
+    better = ["", "better than n-grams", *("yes" if learned_[name] else "no" for name in seeds)]
+    return markdown.table(["attention", "method", *seeds], [*rows, better])
+
+
+def largest_model(results: Results) -> float:
+    """Return the parameters, in millions, of the largest language model that was trained."""
+    return max(run.get("million_parameters", 0.0) for run in results.runs.values())
+
+
 def untested(results: Results, advice: Sequence[tuple[str, str]] = ADVICE) -> str:
     """Name the advised methods that were trained nowhere where models are better than n-grams.
 
@@ -309,7 +360,12 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
     cache = f"{known[0].yardstick['cache-ppl']:.1f} with a cache of the context"
     both = f"the best has a perplexity of {best:.1f}, the n-grams have {value:.1f} ({cache})"
     if any(view.beats_ngrams for view in known):
-        return f"Compared with {order} of the tokens that they have read, {both}."
+        than_cache = "also" if best < known[0].yardstick["cache-ppl"] else "but not"
+        return (
+            f"The best model has a perplexity of {best:.1f}. It is better than {order} of the tokens "
+            f"that it has read ({value:.1f}), {than_cache} than these with a cache of the context "
+            f"({known[0].yardstick['cache-ppl']:.1f})."
+        )
     return (
         f"No language model among them is better than {order} of the tokens that it has read: "
         f"{both}. "

@@ -41,6 +41,8 @@ from lrpe_fairseq.experiments.report.sheets import Sheet, Wanted
 FOLDER = "results"
 FEWEST = 4
 """Smallest number of rows of a picture."""
+LINES = 3
+"""Columns without a verdict from which one line names them all."""
 ORDERED = 0.2
 """A column orders its rows if at least this share of their pairs has an order."""
 CELL = ["scale", "dataset", "method", "row", "attention", "column"]
@@ -184,10 +186,23 @@ def _group(results: Results, sheet: Sheet, views: list[ColumnView]) -> dict[str,
 def verdict(table: Table, views: Iterable[ColumnView]) -> str:
     """Return what the headline columns say, a sentence or two each."""
     views = list(views)
-    rows = table.compare == "rows"
-    several = (view for view in views if len(view.ranked()) != 1)  # the table says one
-    lines = [_rows(table, view) for view in several] if rows else _changes(views)
+    if table.compare != "rows":
+        lines = _changes(views)
+    else:
+        several = [view for view in views if len(view.ranked()) != 1]  # the table says one
+        without = [view for view in several if _says_nothing(view)]
+        without = without if len(without) >= LINES else []
+        lines = [_rows(table, view) for view in several if view not in without]
+        if without:
+            seeds = markdown.listed(list(dict.fromkeys(view.seed_span for view in without)))
+            lines.append(f"{seeds}, no verdicts: {_columns(without, views)}.")
     return "\n".join(f"- {line}" for line in [*lines, *_of_ngrams(views)] if line)
+
+
+def _says_nothing(view: ColumnView) -> bool:
+    """True if a column has values and no verdict, and no rank correlation with a paper."""
+    open_ = view.is_open and view.kind != "plain"
+    return bool(open_ and view.ranked() and not rank_correlation(view))
 
 
 def _rows(table: Table, view: ColumnView) -> str:
@@ -206,7 +221,8 @@ def _rows(table: Table, view: ColumnView) -> str:
     text = f"{_place(view)}, {view.seed_span}{sure}. Unbeaten: {_some(level)}"
     # A row that failed for some seeds would read as one of the best.
     lost = _some([view.counted(row) for row in view.unordered])
-    text += f"; without an order, because seeds differ or are few: {lost}." if lost else "."
+    best = view.names[view.unbeaten[0]]
+    text += f"; seeds differ too much or are too few to order `{best}` and {lost}." if lost else "."
     return text + _against_baseline(view, table.baseline) + _ordered(view) + rank_correlation(view)
 
 
@@ -247,7 +263,7 @@ def _ordered(view: ColumnView) -> str:
     whose = "the paper's other rows" if of_paper else "other rows"
     verb = "has" if known < 2 else "have"
     text = f" Of the {len(pairs_)} pairs of {whose}, {known or 'none'} {verb} an order."
-    return text + (" This column cannot order them." if few else "")
+    return text + (" The column orders hardly any of them." if few else "")
 
 
 def _unresolved(visible: list[float], view: ColumnView, which: str) -> str:
