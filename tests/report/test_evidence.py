@@ -319,3 +319,17 @@ def test_a_method_is_untested_until_it_is_trained_where_a_model_is_better_than_n
     assert evidence.untested(Results(root), advice) == "`spe` (linear) and `rope` (softmax)"
     ngrams(root, 10.0)  # better than every model
     assert evidence.untested(Results(root), advice).startswith("`rope` (linear), `spe` (linear)")
+
+
+def test_the_table_of_what_was_trained_has_the_seeds_of_the_columns():
+    results = results_of(ROOT)
+    lines = [line.split(" | ") for line in evidence.coverage(results).splitlines()[2:]]
+    *methods, learned = lines
+    assert [cells[1].strip("`") for cells in methods] == [name for _, name in evidence.COVERED]
+    # A method that no place knows by this name would have dashes only.
+    assert all(any(cell.strip(" |").isdigit() for cell in cells[2:]) for cells in methods)
+    near = results.column("extrapolation", "softmax-paired-128")
+    [rope] = [cells for cells in methods if cells[0] == "| softmax" and cells[1] == "`rope`"]
+    assert int(rope[2]) == len(near.cells["RoPE"])
+    assert learned[2:3] == ["no"]
+    assert set(cell.strip(" |") for cell in learned[3:]) == {"yes"}
