@@ -332,4 +332,4 @@ def test_the_table_of_what_was_trained_has_the_seeds_of_the_columns():
     [rope] = [cells for cells in methods if cells[0] == "| softmax" and cells[1] == "`rope`"]
     assert int(rope[2]) == len(near.cells["RoPE"])
     assert learned[2:3] == ["no"]
-    assert set(cell.strip(" |") for cell in learned[3:]) == {"yes"}
+    assert {cell.strip(" |") for cell in learned[3:]} == {"yes"}

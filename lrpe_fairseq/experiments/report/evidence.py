@@ -362,9 +362,9 @@ def of_ngrams(views: Sequence[ColumnView]) -> str:
     if any(view.beats_ngrams for view in known):
         than_cache = "also" if best < known[0].yardstick["cache-ppl"] else "but not"
         return (
-            f"The best model has a perplexity of {best:.1f}. It is better than {order} of the tokens "
-            f"that it has read ({value:.1f}), {than_cache} than these with a cache of the context "
-            f"({known[0].yardstick['cache-ppl']:.1f})."
+            f"The best model has a perplexity of {best:.1f}. It is better than {order} of the "
+            f"tokens that it has read ({value:.1f}), {than_cache} than these with a cache of the "
+            f"context ({known[0].yardstick['cache-ppl']:.1f})."
         )
     return (
         f"No language model among them is better than {order} of the tokens that it has read: "
