@@ -54,6 +54,6 @@ def test_a_row_without_a_near_name_is_refused_with_all_labels(name):
 
 
 def test_a_command_for_one_row_refuses_an_encoding_of_several():
-    with pytest.raises(ValueError, match=r"several rows of none: choose one of Base; NoPE$"):
+    with pytest.raises(ValueError, match=r"several rows of none: choose one of NoPE; Base$"):
         row_named(load_named("catalogue"), "none")
     assert row_named(load_named("table2"), "none").label == "Base"
