@@ -138,12 +138,13 @@ def _bias(call: Call, queries: Tokens, keys: Tokens, dtype: torch.dtype) -> Tens
     form = call.form
     exponents = []
     if queries.sums is not None:
-        exponents.append(queries.sums.unsqueeze(-1) - keys.sums.unsqueeze(-2))
+        # the gradient of a difference would negate all pairs
+        exponents.append(queries.sums.unsqueeze(-1) + (-keys.sums).unsqueeze(-2))
     if form.decay is not None:
         wide = form.decay.to(torch.promote_types(form.decay.dtype, dtype))
         exponents.append(_by_number(wide, queries, keys, call.causal))
     # a decay never grows, also where sums of gates differ by rounding
-    bias = sum(exponents).clamp(LOWEST, 0.0).to(dtype) if exponents else None
+    bias = sum(exponents).to(dtype).clamp(LOWEST, 0.0) if exponents else None
     if form.table is None:
         return bias
     wide = form.table.to(torch.promote_types(dtype, torch.float32))  # its gradient sums over pairs

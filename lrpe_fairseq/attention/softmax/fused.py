@@ -89,7 +89,7 @@ def softmax_attention(
     blind = ~visible.any(-1, keepdim=True)
     mask = visible | blind
     if bias is not None:
-        mask = (bias + bias.new_zeros(mask.shape)).masked_fill(~mask, -torch.inf)
+        mask = torch.where(mask, bias, -torch.inf)
     return fused_attention(q, k, v, attn_mask=_like(mask, q), **options).masked_fill(blind, 0.0)
 
 
