@@ -20,6 +20,7 @@ from lrpe_fairseq.kernels.conditions import (
     is_plain,
     may_read_values,
 )
+from lrpe_fairseq.kernels.recomputed import RecomputedOperator
 
 
 class Step(NamedTuple):
@@ -57,11 +58,22 @@ def tree_turn(x: Tensor, matrices: Tensor, positions: Tensor, cache: PositionCac
     Returns: (B, H, T, D) in the dtype of x.
     Raises: ValueError for a negative position.
     """
+    if torch.compiler.is_compiling():
+        return _turned(x, matrices, positions)[0]
     if not (is_plain(x, matrices) and may_read_values(positions)):
         return definition(x, matrices, positions)
     k = len(matrices)
     steps = cache.get(positions, k, lambda: steps_to_root(positions, k))
     return _TreeTurn.apply(x, matrices, positions, steps)
+
+
+# A graph of the definition has the products of the deepest tree that a code can name.
+_turned = RecomputedOperator(
+    "tree_turn",
+    "Tensor x, Tensor matrices, Tensor positions",
+    lambda x, matrices, positions: [tree_turn(x, matrices, positions, PositionCache())],
+    lambda x, matrices, positions: [x.new_empty(x.shape)],
+)
 
 
 def definition(x: Tensor, matrices: Tensor, positions: Tensor) -> Tensor:
