@@ -96,6 +96,9 @@ def flash_cases(dtype: torch.dtype) -> Iterator[Case]:
     options = {"causal": True, **terms["table"], **terms["gates"]}
     run = partial(_run, flash_triton.flash_attention, torch.float32, 64, 64, options)
     yield "table gates, float32", run
+    for name, causal in (("far table", True), ("full far table", False)):
+        options = {"causal": causal, **terms["table"], "far": 100}
+        yield f"{name}, 64/64", partial(_run, flash_triton.flash_attention, dtype, 64, 64, options)
 
 
 def stick_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -195,6 +198,8 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     own["normalized decay"] = "normalized", gates.detach()
     for name, given in own.items():
         yield f"{name}, 64/64", partial(_sweep, dtype, 1, *given)
+    long = partial(_sweep, dtype, 1, "normalized", None, tile=64)
+    yield "normalized, 64-token tiles, 64/64", long
     for name in ("normalized", "normalized gates", "normalized decay"):
         yield f"{name} in parts, 64/64", partial(_sweep, dtype, 100, *own[name])
     for keys in (64, 128):
@@ -213,8 +218,10 @@ def _sums(form: Callable, dtype: torch.dtype, widths: tuple[int, int], *decay: A
     out.backward(out.detach())
 
 
-def _sweep(dtype: torch.dtype, programs: int, wanted: str, gates: Any) -> None:
+def _sweep(dtype: torch.dtype, programs: int, wanted: str, gates: Any, tile: int = 32) -> None:
     sweep_triton.PROGRAMS = programs
+    os.environ[tiles_triton.TILE] = str(tile)
+    tiles_triton.chosen_tile.cache_clear()
     rows = (_row(dtype, 64) for _ in "qkv")
     out, denominator = sweep_triton.causal_sums(*rows, wanted, gates, 1e-6)
     given = [x for x in (out, denominator) if x is not None]

@@ -43,6 +43,7 @@ FORMS = {
         "causal, 32/32",
         "causal, 64/32",
         "normalized, 64/64",
+        "normalized, 64-token tiles, 64/64",
     ),
 }
 """Family -> forms that use different instructions; benchmarks.compiled has all."""

@@ -26,8 +26,10 @@ FLASH_TILES = ((128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
                (128, 32, 4, 2))  # fmt: skip
 """Queries, keys, warps and stages of a tile."""
 SWEPT, FLASHES = ("forward", "query", "key"), ("output", "query_gradient", "key_gradient")
+ALL_SWEPT = " ".join(SWEPT)
+"""The kernels of a training step. In tiles (64, 8, 2): what LRPE_FAIRSEQ_LINEAR_TILE=64 chooses."""
 FORMS = (
-    ("linear", SWEEP, SWEPT),
+    ("linear", SWEEP, (ALL_SWEPT, *SWEPT)),
     ("linear, gates", SWEEP, ("forward", "query key")),  # both need equal tiles with gates
     ("flash, table", FLASH, FLASHES),
     ("flash, decay", FLASH, FLASHES),

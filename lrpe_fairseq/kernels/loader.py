@@ -337,7 +337,7 @@ def _key(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple
 
     For a tensor that is its type, and if it is aligned to 16 bytes; for an integer if it is 1, a
     multiple of 16, or wider than 32 bits. At the places of sizes are integers, for which the width
-    alone counts. Bool is no argument of a kernel.
+    alone counts, or None, which a constant says. Bool is no argument of a kernel.
     """
     _, specialized, sizes = _arguments.get(id(kernel)) or _arguments_of(kernel, len(args))
     key = [id(kernel), args[0].device, *constants, *constants.values()]
@@ -349,7 +349,7 @@ def _key(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple
             key.append((x % 16 == 0) + 2 * (x == 1) + 4 * (x.bit_length() > 31))
         else:
             key.append(type(x))
-    wide = [n for n in sizes if not -WIDE < args[n] < WIDE]
+    wide = [n for n in sizes if args[n] is not None and not -WIDE < args[n] < WIDE]
     return *key, *wide
 
 

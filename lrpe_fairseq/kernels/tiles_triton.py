@@ -9,6 +9,9 @@ Sums over rows or columns are products with 16 columns too: tensor cores compute
 instructions than a reduction over threads.
 """
 
+import logging
+import os
+import re
 from functools import cache
 
 import torch
@@ -26,6 +29,11 @@ LARGEST = tl.constexpr(16384.0)  # in a tile of float16 after the division
 TINY = tl.constexpr(1e-30)
 SATURATED = tl.constexpr(LIMIT)
 
+
+logger = logging.getLogger(__name__)
+
+TILE = "LRPE_FAIRSEQ_LINEAR_TILE"
+"""Environment variable with the tokens of a tile of quotients; see :func:`chosen_tile`."""
 
 STATE = {8: 64 * 64, 9: 128 * 64}
 """Largest state, in numbers, of a program on GPUs of compute capability 8, and of 9 or more. Larger
@@ -57,6 +65,28 @@ def _major_of(device: torch.device) -> int:
     """Return :func:`capability` of a GPU."""
     major, _ = torch.cuda.get_device_capability(device)
     return 8 if major == 12 else major
+
+
+@cache
+def chosen_tile() -> int:
+    """Return the tokens of a tile of quotients without a decay: 32, or 64 if TILE says so.
+
+    It counts in bfloat16 on H100, H200 and B200, for heads of up to 64. Elsewhere tiles of 64
+    tokens spill many registers, and 32 or fewer are used. Which one is faster is not measured.
+    Triton 3.4 does not compile them for B200, 3.3 for none, and 3.2 ends the process.
+    Raises: ValueError for another value of TILE.
+    """
+    value = os.environ.get(TILE, "32")
+    if value not in ("32", "64"):
+        raise ValueError(f"{TILE} must be 32 or 64 (tokens of a tile), not {value!r}")
+    if value == "64" and tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 5):
+        logger.warning(
+            "%s=64 needs Triton 3.5 or newer, and this is %s: tiles have 32 tokens",
+            TILE,
+            triton.__version__,
+        )
+        return 32
+    return int(value)
 
 
 def straight(x: Tensor) -> Tensor:

@@ -162,6 +162,7 @@ def flash_attention(
     scale: float,
     table: Tensor | None = None,
     first_lag: int = 0,
+    far: int | None = None,
     decay: Tensor | None = None,
     score_decay: Tensor | None = None,
     gates: flash.Pair | None = None,
@@ -175,7 +176,7 @@ def flash_attention(
     """Compute ``flash.definition``; the graph draws dropout's seed."""
     terms = table, decay, score_decay, *(gates or (None, None)), by_query, by_key
     masks = padding, *(segments or (None, None)), _seed(q, dropout)
-    return _flash(q, k, v, *terms, *masks, causal, scale, first_lag, window, dropout)[0]
+    return _flash(q, k, v, *terms, *masks, causal, scale, first_lag, far, window, dropout)[0]
 
 
 def _seed(q: Tensor, dropout: float) -> Tensor | None:
@@ -189,12 +190,13 @@ def _pair(first: Tensor | None, second: Tensor | None) -> flash.Pair | None:
 
 def _call_flash(q, k, v, *given: Any):
     table, decay, score_decay, c, d, by_query, by_key, *rest = given
-    padding, of_queries, of_keys, seed, causal, scale, first_lag, window, dropout = rest
+    padding, of_queries, of_keys, seed, causal, scale, first_lag, far, window, dropout = rest
     arguments = {
         "causal": causal,
         "scale": scale,
         "table": table,
         "first_lag": first_lag,
+        "far": far,
         "decay": decay,
         "score_decay": score_decay,
         "gates": _pair(c, d),
@@ -231,8 +233,8 @@ _flash = RecomputedOperator(
     "flash_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? table, Tensor? decay, Tensor? score_decay, Tensor? c, "
     "Tensor? d, Tensor? by_query, Tensor? by_key, Tensor? padding, Tensor? of_queries, "
-    "Tensor? of_keys, Tensor? seed, bool causal, float scale, SymInt first_lag, SymInt? window, "
-    "float dropout",
+    "Tensor? of_keys, Tensor? seed, bool causal, float scale, SymInt first_lag, int? far, "
+    "SymInt? window, float dropout",
     _call_flash,
     _fake_attention,
 )

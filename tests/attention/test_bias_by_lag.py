@@ -51,6 +51,23 @@ def test_the_expanded_table_is_the_bias_of_every_pair(name, causal, padding, sco
     torch.testing.assert_close(found, results(name, causal, padding), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [(name, causal) for name in NAMES for causal in (True, False) if causal or name != "fire"],
+)
+def test_a_bias_is_constant_at_far_lags_if_it_says_so(name, causal):
+    """The flash kernel then loads one number for many pairs."""
+    encoding = build_encoding(name, head_dim=16, num_heads=HEADS, causal=causal)
+    form = encoding.form((-400, 400), counted(401, CPU))
+    assert form.far == encoding.far
+    assert (encoding.far is not None) == (name == "t5")
+    if encoding.far is not None:
+        before, far = form.table[:, : 401 - encoding.far], form.table[:, 400 + encoding.far :]
+        assert (before == before[:, :1]).all()
+        assert (far == far[:, :1]).all()
+        assert (form.table[:, 399 + encoding.far] != far[:, 0]).all()
+
+
 def small(name: str, causal: bool) -> ScoreEncoding:
     options = EncodingOptions(frozenset({"embed-dim-scale"}), shaw_distance=3, deberta_distance=4)
     return build_encoding(name, 8, HEADS, causal=causal, options=options).double()

@@ -59,9 +59,9 @@ def calls(monkeypatch):
     return found
 
 
-def results(module, **options):
+def results(module, time=TIME, **options):
     """Output at real tokens, and the gradients of the input and of every parameter."""
-    x = torch.randn(BATCH, TIME, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(BATCH, time, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
     out = module.attend(x, **options)[0]
     padding = options.get("key_padding_mask")
     out = out if padding is None else out.masked_fill(padding[..., None], 0.0)
@@ -71,11 +71,11 @@ def results(module, **options):
     return [out, *(g for g in grads if g is not None)]
 
 
-def compared(name, causal, calls, monkeypatch, fidelity="", **options):
+def compared(name, causal, calls, monkeypatch, fidelity="", encoding=None, **options):
     """Compare kernel and PyTorch; return the number of the kernel's calls."""
     torch.manual_seed(0)
     given = {"attention_type": "softmax", "position_encoding": name, "causal": causal}
-    given |= {"fidelity": fidelity} if fidelity else {}
+    given |= ({"fidelity": fidelity} if fidelity else {}) | (encoding or {})
     module = MultiheadAttention(WIDTH, HEADS, **given).eval()
     found, count = results(module, **options), len(calls)
     monkeypatch.setattr(loader, "triton_kernels", lambda name: None)
@@ -111,6 +111,19 @@ def test_the_kernel_serves_the_published_codes_too(name, calls, monkeypatch):
 @pytest.mark.parametrize("name", ["rope", "alibi", "t5", "fox", "permuteformer", SHARES, "deberta"])
 def test_a_window_is_a_window_of_the_kernel(name, calls, monkeypatch):
     assert compared(name, True, calls, monkeypatch, window=4) == 1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("distance", [17, 200])
+def test_t5_is_exact_at_far_lags(distance, causal, calls, monkeypatch):
+    """In texts longer and shorter than its largest distance; a tile of far lags loads one number,
+    and its gradient is that of the last bucket."""
+    monkeypatch.setattr(flash_triton, "tile_of", lambda *_: flash_triton.Tile(16, 16))
+    options, padding = {"t5_max_distance": distance}, torch.zeros(BATCH, 40, dtype=torch.bool)
+    padding[1, 36:] = True
+    given = {"time": 40, "key_padding_mask": padding, "one_sided": True, "encoding": options}
+    assert compared("t5", causal, calls, monkeypatch, **given) == 1
+    assert 0 < calls[0]["far"] <= distance
 
 
 def test_a_learned_decay_gets_its_gradient_from_pytorch(calls, monkeypatch):

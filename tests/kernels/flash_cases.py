@@ -22,7 +22,7 @@ def inputs(
 
     table, gates, padding: whether they are given. decays: their names. by_query, by_key: numbers
     of lags.
-    documents: tokens per packed document.
+    documents: tokens per packed document. far: the table is constant from this lag on, both ways.
     Documents of the last sequence have other borders, and an order that does not ascend.
     """
     torch.manual_seed(0)
@@ -32,7 +32,12 @@ def inputs(
     found = {name: stored(x.to(dtype)).transpose(1, 2) for name, x in found.items()}
     options = {"causal": causal, "scale": 0.3, "first_lag": 1 - max(T, S), **others}
     lags = 2 * max(T, S) - 1
-    found |= {"table": torch.randn(H, lags)} if table else {}
+    if table:
+        columns = torch.arange(lags)
+        if others.get("far"):
+            columns = (columns + options["first_lag"]).clamp(-others["far"], others["far"])
+            columns = (columns - options["first_lag"]).clamp(0, lags - 1)
+        found["table"] = torch.randn(H, lags)[:, columns]
     options |= {name: -torch.rand(H, device=device) / 8 for name in decays.split()}
     if gates:
         sums = (-torch.rand(B, H, S, dtype=torch.float64) / 5).cumsum(2)
@@ -83,6 +88,15 @@ CASES = {
     "full": {"causal": False},
     "table of a text longer than a tile": {"T": 130, "table": True, "B": 1},
     "table, full": {"table": True, "causal": False, "T": 130, "B": 1},
+    "far table": {"table": True, "far": 20, "T": 200, "B": 1, "H": 1},
+    "far table, full": {
+        "table": True, "far": 9, "causal": False, "T": 200, "B": 1, "padding": True,
+    },
+    "far table of a short text": {"table": True, "far": 300, "T": 130, "B": 1, "H": 1},
+    "far table, after a cache": {
+        "T": 66, "S": 200, "table": True, "far": 1, "documents": 140, "gates": True, "B": 1,
+    },
+    "far table, queries without keys": {"T": 200, "S": 70, "table": True, "far": 3, "B": 1},
     "decay": {"decays": "decay", "T": 130, "B": 1},
     "score decay": {"decays": "score_decay"},
     "decays, full": {"decays": "decay score_decay", "causal": False, "T": 130, "B": 1},

@@ -12,7 +12,9 @@ from lrpe_fairseq.kernels.flash import flash
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels.flash import flash_triton
+from triton import language as tl
+
+from lrpe_fairseq.kernels.flash import flash_tiles, flash_triton
 from lrpe_fairseq.kernels.flash.flash_triton import Tile, flash_attention, serves
 from tests import triton_probe
 from tests.kernels.flash_cases import CASES, assert_near, exact, inputs, results
@@ -23,9 +25,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3}
 QUICK = {
     torch.float32: ("table, full", "gates, full", "all, after a cache", "queries without keys",
-                    "one token", "by query", "by query and key, after a cache", "decays, full"),
+                    "one token", "by query", "by query and key, after a cache", "decays, full",
+                    "far table, full", "far table of a short text"),
     torch.float16: ("by query and key, clipped, full", "decay", "gates", "documents",
-                    "table of a text longer than a tile", "all, full", "one query"),
+                    "table of a text longer than a tile", "all, full", "one query", "far table",
+                    "far table, after a cache", "far table, queries without keys"),
 }  # fmt: skip
 ALL = [
     pytest.param(dtype, case, marks=[] if case in QUICK[dtype] else pytest.mark.exhaustive)
@@ -60,6 +64,35 @@ def test_the_kernels_equal_the_definition_in_outputs_and_gradients(dtype, case):
     found = results(flash_attention, tensors, options)
     assert_near(found, exact(tensors, options), BOUNDS[dtype])
     assert all(found[name].dtype == x.dtype for name, x in tensors.items())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_far_lags_of_a_table_are_not_read(causal):
+    """But one of them: tiles of 64 queries and keys reach 126 lags beyond."""
+    tensors, options = inputs(T=200, B=1, H=1, table=True, far=5, causal=causal, device=DEVICE)
+    wanted = exact(tensors, options)
+    lag = torch.arange(399, device=DEVICE) + options["first_lag"]
+    tensors["table"][:, lag.abs() > 5 + 126] = torch.nan
+    assert_near(results(flash_attention, tensors, options), wanted, BOUNDS[torch.float32])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts in the interpreter")
+@pytest.mark.parametrize(("causal", "every", "near"), [(True, 6, 5), (False, 9, 7)])
+def test_a_tile_of_far_lags_loads_one_number_of_a_table(causal, every, near, monkeypatch):
+    """In the output and in every sweep of the backward pass; a text of three tiles of 64."""
+    loads = []
+
+    def counted(pointer):
+        loads.append(pointer.numel.value)
+        return tl.load(pointer)
+
+    monkeypatch.setattr(flash_tiles, "fetched", counted)
+    for far, expected in ((60, near), (150, every)):
+        loads.clear()
+        given = inputs(T=192, B=1, H=1, table=True, far=far, causal=causal)
+        results(flash_attention, *given)
+        # the output, the gradients of queries and of keys, and that of the table
+        assert loads == 4 * expected * [64 * 64]
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 16), Tile(128, 64)], ids=str)

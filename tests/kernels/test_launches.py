@@ -135,6 +135,18 @@ def test_a_kernel_is_held_as_long_as_its_compiled_form_is_known_by_its_id(monkey
     assert seen() is not None  # else another kernel could have its id, and its compiled form
 
 
+def test_a_size_that_is_not_given_is_no_integer(monkeypatch):
+    """Triton compiles None as a constant."""
+    monkeypatch.setattr(loader, "_runs_compiled", lambda: True)
+    monkeypatch.setattr(loader, "_compiled", {})
+    params = [MagicMock(do_not_specialize=size) for size in (False, True, True)]
+    kernel = MagicMock(arg_names=["x", "far", "n"], params=params)
+    x, search = torch.zeros(8), kernel.__getitem__.return_value
+    for far, n, table in ((None, 5, 1), (None, 2**40, 1), (9, 5, 2), (10, 6, 2), (None, 6, 1)):
+        loader.launch(kernel, (3,), x, far, n, TABLE=table)
+    assert search.call_count == 3
+
+
 def test_rows_whose_offsets_pass_int32_are_brought_together():
     far = torch.empty(128, 2**15, 8, 64, device="meta").permute(1, 2, 0, 3)
     assert far.stride(2) == results.FARTHEST

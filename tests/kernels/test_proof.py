@@ -3,6 +3,7 @@
 The kernels run in Triton's interpreter, and failures are injected at their launches.
 """
 
+import dataclasses
 import importlib
 import logging
 import re
@@ -476,6 +477,20 @@ def test_gates_of_another_precision_need_a_proof_of_their_own():
     types = (torch.float16, torch.float32)
     keys = {proofs.causal_key_of(x, x, x, "sums", gates.to(t), 1e-6) for t in types}
     assert len(keys) == 2
+
+
+def test_a_table_that_is_constant_at_far_lags_has_a_proof_of_its_own():
+    """Its example has tiles of far lags: another number in their place is found."""
+    proofs = importlib.import_module(triton_calls.PROOFS[triton_calls.FLASH])
+    x, table = torch.rand(1, 2, 300, 16).half().requires_grad_(), torch.zeros(2, 599)
+    given = {"table": table.requires_grad_(), "first_lag": -299}
+    keys = [proofs.key_of(proofs.FLASH, x, x, x, far=far, **given) for far in (None, 113, 50)]
+    assert keys[0] != keys[1] == keys[2]
+    example = proofs.example_of(proofs.FLASH, x, x, x, far=113, **given)
+    assert not proof._why_wrong(example)
+    (options,) = example.rest
+    found = proof.errors(dataclasses.replace(example, rest=(options._replace(far=1),)))
+    assert min(found.values()) > example.bound  # the output, and every gradient
 
 
 @pytest.mark.parametrize("name", ["by_query", "by_key"])

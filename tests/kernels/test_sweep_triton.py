@@ -12,7 +12,8 @@ from lrpe_fairseq.attention.linear import EPS
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
 
-from lrpe_fairseq.kernels.linear import full_triton, sweep_triton
+from lrpe_fairseq.kernels import tiles_triton
+from lrpe_fairseq.kernels.linear import full_triton, linear_proof, sweep_triton
 from tests import triton_probe
 from tests.kernels.flash_cases import stored
 from tests.pairwise import pairwise
@@ -127,6 +128,76 @@ def test_outputs_and_gradients_equal_the_definition(
     """In one part and in many."""
     monkeypatch.setattr(sweep_triton, "PROGRAMS", programs)
     assert max(errors(example(*shape, dtype, decay), wanted)) <= BOUND[dtype]
+
+
+@pytest.fixture
+def tiles_of_64(monkeypatch):
+    """What LRPE_FAIRSEQ_LINEAR_TILE=64 chooses."""
+    monkeypatch.setenv(tiles_triton.TILE, "64")
+    tiles_triton.chosen_tile.cache_clear()
+    yield sweep_triton.Tile(64, 8, 2)
+    tiles_triton.chosen_tile.cache_clear()
+
+
+def tiles_of(leaves, wanted="normalized", decays=False):
+    q, _, v = leaves[:3]
+    call = sweep_triton._Call(q, v, wanted, EPS, decays, decays)
+    return {sweep_triton.tile_of(name, call) for name in ("forward", "query", "key")}
+
+
+@pytest.mark.parametrize("programs", [1, 1000])
+@pytest.mark.parametrize("shape", [(70, 64, 64), (130, 20, 48), (64, 32, 16)])
+def test_quotients_in_tiles_of_64_tokens_equal_the_definition(
+    shape, programs, tiles_of_64, monkeypatch
+):
+    monkeypatch.setattr(sweep_triton, "PROGRAMS", programs)
+    leaves = example(*shape, torch.bfloat16)
+    if DEVICE == "cpu" or tiles_triton.capability(leaves[0]) >= 9:
+        assert tiles_of(leaves) == {tiles_of_64}
+    assert max(errors(leaves, "normalized")) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the tiles of an H100")
+def test_other_forms_and_short_texts_keep_their_tiles(tiles_of_64, monkeypatch):
+    long, short = (example(time, 64, 64, torch.bfloat16) for time in (70, 32))
+    others = [
+        (long, "sums", False),
+        (long, "normalized", True),
+        (short, "normalized", False),
+        ([x.half() for x in long], "normalized", False),
+        (example(70, 128, 64, torch.bfloat16), "normalized", False),
+    ]
+    found = [tiles_of(*given) for given in others]
+    monkeypatch.setattr(sweep_triton, "chosen_tile", lambda: 32)
+    assert found == [tiles_of(*given) for given in others]
+    assert tiles_of(long) == {sweep_triton.Tile(32, 4, 3)}
+    monkeypatch.setattr(sweep_triton, "capability", lambda x: 8)
+    assert tiles_of_64 not in tiles_of(long)
+
+
+def test_tiles_of_64_tokens_are_proved_anew(tiles_of_64, monkeypatch):
+    given = [*example(70, 16, 16, torch.bfloat16), "normalized", None, EPS]
+    keys = [linear_proof.causal_key_of(*given)]
+    monkeypatch.setenv(tiles_triton.TILE, "32")
+    tiles_triton.chosen_tile.cache_clear()
+    assert keys[0] != linear_proof.causal_key_of(*given)
+    monkeypatch.delenv(tiles_triton.TILE)
+    tiles_triton.chosen_tile.cache_clear()
+    assert tiles_triton.chosen_tile() == 32
+    monkeypatch.setenv(tiles_triton.TILE, "48")
+    tiles_triton.chosen_tile.cache_clear()
+    with pytest.raises(ValueError, match="LRPE_FAIRSEQ_LINEAR_TILE must be 32 or 64"):
+        linear_proof.causal_key_of(*given)
+
+
+def test_older_tritons_which_do_not_compile_tiles_of_64_tokens_keep_32(
+    tiles_of_64, monkeypatch, caplog
+):
+    for version, expected in (("3.4.0", 32), ("3.5.1", 64), ("3.10.0", 64), ("3.2.0", 32)):
+        monkeypatch.setattr(tiles_triton.triton, "__version__", version)
+        tiles_triton.chosen_tile.cache_clear()
+        assert tiles_triton.chosen_tile() == expected
+    assert "=64 needs Triton 3.5 or newer, and this is 3.2.0: tiles have 32" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def _is_data(form: Form) -> bool:
         return False
     if form.by_token is not None:
         return form.has_only("bias", "by_token")
-    return form.has_only("table", "decay", "score_decay")
+    return form.has_only("table", "far", "decay", "score_decay")
 
 
 def _shares(
@@ -245,7 +245,7 @@ def _by_slot(call: Call, heads: int) -> dict[str, Any]:
             data[name] = term.float().contiguous()
     if "table" in data:
         data["table"] = data["table"].expand(heads, -1).contiguous()
-        data["first_lag"] = call.lags[0]
+        data |= {"first_lag": call.lags[0], "far": call.form.far}
     return data
 
 

@@ -47,6 +47,8 @@ class Form(NamedTuple):
     table: Tensor | None = None
     """(H, R), or (1, R) for one table of all heads: the bias of every lag from ``lags[0]`` on;
     float32 or wider."""
+    far: int | None = None
+    """The table is the same for all lags from here on, and for all up to -far; None: not known."""
     decay: Tensor | None = None
     """(H,): see :meth:`Encoding.log_decay`."""
     score_decay: Tensor | None = None

@@ -405,6 +405,10 @@ class ScoreEncoding(Encoding):
     visible pairs, of tokens that attention has counted. Trap: unlike in :meth:`bias`, q is not
     scaled."""
 
+    far: int | None = None
+    """The bias by lag is the same for all lags from here on, and for all up to -far; None: not
+    known. A kernel then loads one number for a tile of such lags."""
+
     additive: ClassVar[bool] = True
     """True if :meth:`bias` defines the encoding completely. Computed: False for a class that
     overrides :meth:`forward` or :meth:`weigh`."""
@@ -441,7 +445,7 @@ class ScoreEncoding(Encoding):
             table = None if lags is None else self.bias_by_lag(*lags, positions.device)
             if table is None:
                 return Form(bias=self.bias, by_token=self.by_token)
-            return Form(table=table)
+            return Form(table=table, far=self.far)
         # the flash kernel and the blocks know the softmax: it is no function of the encoding
         replaces_softmax = type(self).weigh is not ScoreEncoding.weigh
         return Form(rescore=self.forward, weigh=self.weigh if replaces_softmax else None)

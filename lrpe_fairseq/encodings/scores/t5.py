@@ -65,6 +65,7 @@ class T5Bias(LagBias):
         one_way = buckets if spec.causal else buckets // 2
         # not a buffer: ``to_empty`` would discard it, and no checkpoint restores it
         self._starts = tuple(bucket_starts(one_way, options.t5_max_distance))
+        self.far = self._starts[-1]  # where the last bucket begins
         heads = 1 if "t5-shared-bias" in fidelity else spec.num_heads
         std = 1.0 if "t5-unit-init" in fidelity else (spec.num_heads * spec.head_dim) ** -0.5
         draw = torch.randn(heads, buckets, generator=spec.generator("t5"), device="cpu")

@@ -35,6 +35,7 @@ def definition(
     scale: float,
     table: Tensor | None = None,
     first_lag: int = 0,
+    far: int | None = None,
     decay: Tensor | None = None,
     score_decay: Tensor | None = None,
     gates: Pair | None = None,
@@ -52,6 +53,7 @@ def definition(
         q, k, v: (B, H, T, D), (B, H, S, D), (B, H, S, E).
         causal: True if a query sees no later key. scale: positive.
         table: biases by lag, (H, R); the column of lag n is n - first_lag. None for 0.
+        far: the table is constant from this lag on (>= 1), and up to -far. None: not known.
         decay, score_decay: log decays per token of weights and of q . k, (H,), at most 0; or None.
         gates: sums c (B, H, T) of the queries and d (B, H, S) of the keys, float64. In causal
             attention c_i <= d_j for every visible key.
@@ -68,8 +70,7 @@ def definition(
     check_own(q, k, by_query, by_key)
     lag = lags(q, k, causal)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).mT * scale
-    scores = _decayed(scores, lag.abs(), decay, score_decay, gates)
+    scores = _decayed(q.to(wide) @ k.to(wide).mT * scale, lag.abs(), decay, score_decay, gates)
     scores = _with_lags(scores, lag - first_lag, table, by_query, by_key)
     hidden = ~visible(lag, causal, padding, segments, window)
     blind = hidden.all(-1, keepdim=True)

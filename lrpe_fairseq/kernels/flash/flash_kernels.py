@@ -35,7 +35,7 @@ from lrpe_fairseq.kernels.flash.flash_tiles import (
 
 STRIDES = ["qb", "qh", "qt", "kb", "kh", "kt", "vb", "vh", "vt", "gb", "gh", "gt"]
 STRIDES += ["ob", "oh", "ot", "pb", "ph", "pt"]
-NUMBERS = ["T", "S", "H", "R", "first_lag", "C", "C0", "offset", "window", "threshold"]
+NUMBERS = ["T", "S", "H", "R", "first_lag", "far", "C", "C0", "offset", "window", "threshold"]
 NUMBERS += ["diagonals", "least", *STRIDES]
 """Arguments whose values are not compiled in."""
 
@@ -46,7 +46,7 @@ def output_kernel(
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot,
-    T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
+    T, S, H, R, first_lag, far, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
@@ -67,7 +67,7 @@ def output_kernel(
         s = scored(
             dot(q, tl.trans(k)), m, n, b, h, sequence,
             table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
-            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, C, C0,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, T, S, R, first_lag, far, C, C0,
             offset, window, scale, n >= full, BM, BN, CAUSAL, WINDOWED, PLAIN, TABLE, DECAY,
             SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS, False,
         )  # fmt: skip
@@ -93,7 +93,7 @@ def query_gradient_kernel(
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt,
-    T, S, H, R, first_lag, C, C0, offset, window, threshold, scale, inverse,
+    T, S, H, R, first_lag, far, C, C0, offset, window, threshold, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
@@ -119,10 +119,10 @@ def query_gradient_kernel(
         _, ds = tile_gradient(
             dot(q, tl.trans(k)), dot(grad, tl.trans(v)), lse[:, None], delta[:, None], m, n, b, h,
             sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
-            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C,
-            C0, offset, window, threshold, scale, inverse, n >= full, BM, BN, CAUSAL, WINDOWED,
-            PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
-            SEGMENTS, DROPS, False,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag,
+            far, C, C0, offset, window, threshold, scale, inverse, n >= full, BM, BN, CAUSAL,
+            WINDOWED, PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT,
+            PADDED, SEGMENTS, DROPS, False,
         )  # fmt: skip
         ds, dgate, low, high = query_term_gradients(
             ds, dgate, low, high, m, n, h, sequence, dquery_ptr, score_decay_ptr, q_gate_ptr,
@@ -141,8 +141,8 @@ def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, dgate_ptr, dkey_ptr,
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
     by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr, qb, qh, qt, kb,
-    kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt, T, S, H, R, first_lag, C, C0, offset,
-    window, threshold, scale, inverse, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot, pb, ph, pt, T, S, H, R, first_lag, far, C, C0,
+    offset, window, threshold, scale, inverse, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
     EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
     SCORE_DECAY: tl.constexpr, GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
@@ -166,10 +166,10 @@ def key_gradient_kernel(
         p, ds = tile_gradient(
             dot(k, tl.trans(q)), dot(v, tl.trans(grad)), lse[None, :], delta[None, :], m, n, b, h,
             sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
-            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C,
-            C0, offset, window, threshold, scale, inverse, m < full, BM, BN, CAUSAL, WINDOWED,
-            PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
-            SEGMENTS, DROPS, True,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag,
+            far, C, C0, offset, window, threshold, scale, inverse, m < full, BM, BN, CAUSAL,
+            WINDOWED, PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT,
+            PADDED, SEGMENTS, DROPS, True,
         )  # fmt: skip
         dv += dot(p.to(grad.dtype), grad)
         ds, dgate, low, high = key_term_gradients(
@@ -191,7 +191,7 @@ def lag_gradient_kernel(
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, bounds_ptr, seed_ptr,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
-    T, S, H, R, first_lag, C, C0, offset, window, threshold, diagonals, least, scale, inverse,
+    T, S, H, R, first_lag, far, C, C0, offset, window, threshold, diagonals, least, scale, inverse,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr,
@@ -217,10 +217,10 @@ def lag_gradient_kernel(
         _, ds = tile_gradient(
             dot(q, tl.trans(k)), dot(grad, tl.trans(v)), lse[:, None], delta[:, None], m, n, b, h,
             sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr,
-            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag, C,
-            C0, offset, window, threshold, scale, inverse, m >= full, BM, BN, CAUSAL, WINDOWED,
-            PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED,
-            SEGMENTS, DROPS, False,
+            by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr, T, S, R, first_lag,
+            far, C, C0, offset, window, threshold, scale, inverse, m >= full, BM, BN, CAUSAL,
+            WINDOWED, PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT,
+            PADDED, SEGMENTS, DROPS, False,
         )  # fmt: skip
         total += ds
     store_lags(dtable_ptr, total, d, sequence, (diagonals + BM // BN) * BN, least, BM, BN)

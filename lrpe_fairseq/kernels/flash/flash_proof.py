@@ -22,6 +22,8 @@ LENGTHS = (64, 60), (127, 127), (None, 150)
 """Numbers of queries from which tiles are alike, and those of an example. Tiles have up to 128."""
 CACHE = 40
 """Largest difference of the numbers of queries and keys in an example."""
+FAR = 20
+"""From which lag on a table of an example is constant, if that of its call is from any lag on."""
 TERMS = ("table", "decay", "score_decay", "by_query", "by_key")
 
 
@@ -56,6 +58,7 @@ def key_of(
         window is not None,
         flash.dropout_of(dropout)[0] > 0,
         _is_clipped(q, k, causal, window, **terms),
+        terms.get("far") is not None,
     )
     return proof_key(family, q.device, constants, (q, k, v))
 
@@ -129,7 +132,8 @@ def example_of(
     if clipped and inputs["table"] is None:
         first += 1
     decays = [_decay(terms.get(name), numbers) for name in ("decay", "score_decay")]
-    options = options._replace(first_lag=first, decays=tuple(decays))
+    far = None if terms.get("far") is None else FAR
+    options = options._replace(first_lag=first, decays=tuple(decays), far=far)
     definition = partial(_flash_definition, options=_on_cpu(options))
     return Example(flash_triton._Flash, inputs, (options,), definition)
 
@@ -147,7 +151,11 @@ def _terms(
     (batch, queries, keys), (least, most) = sizes, lags
     table = terms.get("table")
     if table is not None:
-        found["table"] = _like(table, numbers.normal(HEADS, most - least + 1))
+        lag = torch.arange(least, most + 1)
+        if terms.get("far") is not None:
+            lag = lag.clamp(-FAR, FAR)
+        values = numbers.normal(HEADS, 2 * max(-least, most, FAR) + 1)
+        found["table"] = _like(table, values[:, lag - lag.min()])
     if gates is not None:
         time = max(queries, keys)
         sums = (-numbers.uniform(batch, HEADS, time, dtype=torch.float64) / 5).cumsum(2)

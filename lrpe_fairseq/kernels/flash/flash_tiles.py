@@ -243,11 +243,34 @@ def of_lags(m, n, factor, offset, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl
 
 
 @triton.jit
+def with_table(
+    s, base, m, n, h, R, first_lag, far, offset, BM: tl.constexpr, BN: tl.constexpr,
+    TABLE: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Add biases by lag to the scores of a tile.
+
+    TABLE 2: all lags from ``far`` on have one bias, and so have all up to -far. A tile of such lags
+    loads one number. With an else, registers would spill.
+    """
+    i, j = pairs(0, 0, BM, BN, TURNED)
+    base += h * R + offset - first_lag + m * BM - n * BN
+    if TABLE == 1:
+        s += fetched(base + (i - j))
+    else:
+        lag = m * BM - n * BN + offset  # of the first query and the first key
+        near = (lag - (BN - 1) < far) & (lag + (BM - 1) > -far)
+        if near:
+            s += fetched(base + (i - j))
+        s += tl.load(base + (tl.where(lag > 0, far, -far) - lag), mask=near == 0, other=0.0)
+    return s
+
+
+@triton.jit
 def scored(
     product, m, n, b, h, sequence,
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr,
-    T, S, R, first_lag, C, C0, offset, window, scale, edge,
+    T, S, R, first_lag, far, C, C0, offset, window, scale, edge,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr, SCORE_DECAY: tl.constexpr,
     GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr,
@@ -262,9 +285,9 @@ def scored(
     s = product if PLAIN else product * scale
     s = decayed(s, score_decay_ptr, m, n, h, offset, BM, BN, SCORE_DECAY, CAUSAL, TURNED)
     if TABLE:
-        near, far = pairs(0, 0, BM, BN, TURNED)
-        table_ptr += h * R + offset - first_lag + m * BM - n * BN
-        s += fetched(table_ptr + (near - far))
+        s = with_table(
+            s, table_ptr, m, n, h, R, first_lag, far, offset, BM, BN, TABLE, TURNED
+        )  # fmt: skip
     if DECAY:
         log = of_lags(m, n, tl.load(decay_ptr + h), offset, BM, BN, TURNED)
         s += log if CAUSAL else -tl.abs(log)
@@ -305,7 +328,7 @@ def tile_gradient(
     product, dp, lse, delta, m, n, b, h, sequence,
     table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr, k_gate_ptr, by_query_ptr, by_key_ptr,
     padding_ptr, q_segment_ptr, k_segment_ptr, seed_ptr,
-    T, S, R, first_lag, C, C0, offset, window, threshold, scale, inverse, edge,
+    T, S, R, first_lag, far, C, C0, offset, window, threshold, scale, inverse, edge,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     PLAIN: tl.constexpr, TABLE: tl.constexpr, DECAY: tl.constexpr, SCORE_DECAY: tl.constexpr,
     GATED: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, CLIPPED: tl.constexpr,
@@ -320,8 +343,8 @@ def tile_gradient(
     s = scored(
         product, m, n, b, h, sequence, table_ptr, decay_ptr, score_decay_ptr, q_gate_ptr,
         k_gate_ptr, by_query_ptr, by_key_ptr, padding_ptr, q_segment_ptr, k_segment_ptr,
-        T, S, R, first_lag, C, C0, offset, window, scale, edge, BM, BN, CAUSAL, WINDOWED, PLAIN,
-        TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS,
+        T, S, R, first_lag, far, C, C0, offset, window, scale, edge, BM, BN, CAUSAL, WINDOWED,
+        PLAIN, TABLE, DECAY, SCORE_DECAY, GATED, BY_QUERY, BY_KEY, CLIPPED, EXACT, PADDED, SEGMENTS,
         TURNED,
     )  # fmt: skip
     p = tl.exp2(s * in_log2(scale, PLAIN) - lse)

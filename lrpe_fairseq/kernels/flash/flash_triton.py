@@ -72,6 +72,7 @@ def flash_attention(
     scale: float,
     table: Tensor | None = None,
     first_lag: int = 0,
+    far: int | None = None,
     decay: Tensor | None = None,
     score_decay: Tensor | None = None,
     gates: flash.Pair | None = None,
@@ -95,7 +96,8 @@ def flash_attention(
     if dropout and seed is None:
         seed = torch.randint(2**63 - 1, (1,), device=q.device)
     decays = decay, score_decay
-    options = Options(causal, scale, padding, segments, window, dropout, seed, first_lag, decays)
+    masks = padding, segments, window
+    options = Options(causal, scale, *masks, dropout, seed, first_lag, decays, far)
     c, d = (None, None) if gates is None else gates
     own = (
         x.expand(-1, -1, -1, 2) if x is not None and x.shape[3] == 1 else x
@@ -176,6 +178,7 @@ class Options(NamedTuple):
     seed: Tensor | None
     first_lag: int = 0
     decays: tuple[Tensor | None, Tensor | None] = (None, None)
+    far: int | None = None
 
 
 class _Flash(torch.autograd.Function):
@@ -289,7 +292,7 @@ class MaskedCall:
     kernels: ModuleType = flash_kernels
     terms: tuple[Tensor | None, ...] = ()
     """Tensors of the terms of the scores, and their numbers."""
-    term_numbers: tuple[int, ...] = ()
+    term_numbers: tuple[int | None, ...] = ()
     padding_type = torch.int16
     """Of padding with half types; int32 with float32.
 
@@ -414,7 +417,7 @@ class _Call(MaskedCall):
         self.own = [None if x is None else _own_of(x) for x in (by_query, by_key)]
         own_columns = next((x.shape[3] for x in self.own if x is not None), 0)
         self.terms = (self.table, *self.decays, *self.gates, *self.own)
-        self.term_numbers = (columns, first_lag, own_columns, options.first_lag)
+        self.term_numbers = (columns, first_lag, options.far, own_columns, options.first_lag)
 
     def _with_margins(self, table: Tensor | None) -> tuple[int, Tensor | None]:
         """Return the first lag, and a table (H, R) that has the lags of all pairs of all tiles."""
@@ -444,8 +447,8 @@ class _Call(MaskedCall):
         q, k, v = self.given
         stats = lse.new_empty(lse.shape[0], _rounded(self.queries), 2)
         if self.queries < stats.shape[1]:
-            stats[:, self.queries :, 0] = torch.inf
-            stats[:, self.queries :, 1] = 0.0
+            stats[:, self.queries :, 0].fill_(torch.inf)
+            stats[:, self.queries :, 1].zero_()
         gated = self.gates[0] is not None
         own = torch.zeros_like(lse) if gated else None  # remain 0 in causal attention
         dq, dk = (result_like(x, self.width) for x in (q, k))
@@ -513,7 +516,7 @@ class _Call(MaskedCall):
         return super().constants() | {
             "CAUSAL": self.options.causal,
             "PLAIN": all(x is None for x in self.terms),
-            "TABLE": self.table is not None,
+            "TABLE": 0 if self.table is None else 1 + (self.options.far is not None),
             "DECAY": self.decays[0] is not None,
             "SCORE_DECAY": self.decays[1] is not None,
             "GATED": self.gates[0] is not None,

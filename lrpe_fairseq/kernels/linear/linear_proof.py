@@ -13,7 +13,13 @@ from torch import Tensor
 
 from lrpe_fairseq.kernels.linear import causal, causal_triton, full_triton, sweep_triton
 from lrpe_fairseq.kernels.proof import Example, Key, Numbers, Tensors, alignment, key_of
-from lrpe_fairseq.kernels.tiles_triton import PROGRAMS, cdiv, fits_registers, power_of_two
+from lrpe_fairseq.kernels.tiles_triton import (
+    PROGRAMS,
+    cdiv,
+    chosen_tile,
+    fits_registers,
+    power_of_two,
+)
 
 CAUSAL, FULL = "causal linear attention", "linear attention over all keys"
 HEADS, TIME = 2, 130
@@ -31,7 +37,7 @@ def causal_key_of(
         decay = log_decay.dim(), log_decay.dtype, log_decay.requires_grad
     batch, heads, time = q.shape[:3]
     if fits_registers(q, v):
-        parts: Any = _in_parts(batch * heads, time, log_decay)
+        parts: Any = _in_parts(batch * heads, time, log_decay), chosen_tile()
         read = q, k, v, log_decay
     else:
         parts = _blocks_of(_chunked_shape(q, v, log_decay))

@@ -34,6 +34,7 @@ from lrpe_fairseq.kernels.tiles_triton import (
     PROGRAMS,
     capability,
     cdiv,
+    chosen_tile,
     column_sums,
     head,
     incoming,
@@ -103,24 +104,27 @@ def tile_of(name: str, call: "_Call") -> Tile:
     """Return the tile of a kernel for a call: the largest that spills few registers.
 
     Trap: with gates those of "query" and "key" are equal; each adds its share of a tile's products.
-    Trap: with 64 tokens all products are asynchronous (wgmma). The assembler of Triton 3.6 then
-    makes wrong code of quotients and decays, so that only sums without a denominator have 64.
+    Trap: with 64 tokens and 4 warps all products are asynchronous (wgmma). The assembler of Triton
+    3.6 then makes wrong code of quotients and decays, so that only sums without a denominator have
+    them. With 8 warps the code of quotients is right, and :func:`chosen_tile` may choose it.
     """
     large, half = capability(call.q) >= 9, call.q.dtype == torch.float16
     wide = max(call.blocks) > 64
     roomy = large and not half
     backward = name in ("query", "key")
     small = (name == "key" and not large) or (backward and call.decays and not roomy)
-    plain = call.wanted == "numerator" and not call.decays
-    long = roomy and plain and (backward or name == "forward")
+    sweeps = roomy and not call.decays and (backward or name == "forward")
+    time = power_of_two(call.q.shape[2])
     if wide or small:
         tokens = 16
-    elif long:
+    elif sweeps and call.wanted == "normalized" and time >= 64 and chosen_tile() == 64:
+        return Tile(64, 8, 2)
+    elif sweeps and call.wanted == "numerator":
         tokens = 64
     else:
         tokens = 32
     warps = 8 if wide or (half and small and not large) else 4
-    return Tile(min(tokens, power_of_two(call.q.shape[2])), warps, 2 if tokens == 64 else 3)
+    return Tile(min(tokens, time), warps, 2 if tokens == 64 else 3)
 
 
 @dataclass(frozen=True)
