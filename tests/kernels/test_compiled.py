@@ -1,5 +1,6 @@
 """results/bench/compiled.json: the figures of the present kernels, and what they must be."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is a test dependency")
+
+from lrpe_fairseq.kernels import triton_calls
 
 PROGRAM = """
 import json
@@ -84,6 +87,15 @@ def test_every_release_was_tried_with_its_forms_for_every_architecture(lines):
     assert "note" not in releases
 
 
+@pytest.fixture
+def still_interpreted(monkeypatch):
+    """benchmarks.compiled switches the interpreter off for what is imported from then on."""
+    for module in triton_calls.PROOFS:
+        importlib.import_module(module)
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+
+
+@pytest.mark.usefixtures("still_interpreted")
 def test_code_that_triton_or_its_assembler_gets_wrong_is_refused():
     from benchmarks.compiled import refuse_short_products, refuse_unset_registers
 
