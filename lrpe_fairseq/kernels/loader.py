@@ -41,12 +41,8 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", f
 AMPERE = (8, 0)
 """Minimum compute capability of the Triton kernels."""
 
-OLDEST_TRITON = {
-    "lrpe_fairseq.kernels.flash.flash_triton": (3, 4),
-    "lrpe_fairseq.kernels.flash.stick_triton": (3, 4),
-}
-"""Kernels that older releases of Triton do not compile: 3.2 lacks ``gather``, and 3.3 (torch 2.7)
-rejects the kernels themselves. The others run with 3.2."""
+OLDEST_TRITON = (3, 4)
+"""Triton 3.3 does not compile flash attention, and 3.2 ends the process on linear attention."""
 
 INTERPRETER = "Triton's interpreter"
 
@@ -155,7 +151,7 @@ def _captures() -> bool:
 def _triton_kernels(module: str) -> ModuleType | None:
     # each call then asks for the device of its own tensors: see on_device
     unsupported = "" if _has_gpu_for_kernels() else why_unsupported()
-    reason = unsupported or _why_too_old(module) or _why_triton_fails()
+    reason = unsupported or _why_too_old() or _why_triton_fails()
     # a machine without a GPU is no reason to warn, unless kernels were asked for
     asked = os.environ.get(VARIABLE) == "1" and torch.cuda.is_available()
     if reason and (asked or not unsupported):
@@ -211,13 +207,12 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
-def _why_too_old(module: str) -> str:
-    """Return the reason why this release of Triton does not compile ``module``, if it does not."""
-    oldest = OLDEST_TRITON.get(module, (0, 0))
+def _why_too_old() -> str:
+    """Return the reason why this release of Triton does not compile the kernels, if it does not."""
     version = importlib.import_module("triton").__version__
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= oldest:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= OLDEST_TRITON:
         return ""
-    needed = ".".join(map(str, oldest))
+    needed = ".".join(map(str, OLDEST_TRITON))
     return (
         f"they need Triton {needed} or newer (torch 2.8 or newer), and this is {version}, "
         "so PyTorch is used"

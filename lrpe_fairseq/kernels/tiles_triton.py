@@ -73,7 +73,7 @@ def chosen_tile() -> int:
 
     It counts in bfloat16 on H100, H200 and B200, for heads of up to 64. Elsewhere tiles of 64
     tokens spill many registers, and 32 or fewer are used. Which one is faster is not measured.
-    Triton 3.4 does not compile them for B200, 3.3 for none, and 3.2 ends the process.
+    Triton 3.4 does not compile them for B200.
     Raises: ValueError for another value of TILE.
     """
     value = os.environ.get(TILE, "32")
