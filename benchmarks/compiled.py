@@ -39,6 +39,7 @@ from lrpe_fairseq.kernels import tiles_triton
 from lrpe_fairseq.kernels.encode import encode, encode_triton
 from lrpe_fairseq.kernels.flash import flash_triton, stick_triton
 from lrpe_fairseq.kernels.linear import causal_triton, full_triton, sweep_triton
+from lrpe_fairseq.kernels.loader import release_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "results" / "bench" / "compiled.json"
@@ -48,6 +49,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory that a block may have, in KiB."""
 TYPES = ("bfloat16", "float16")
 Case = tuple[str, Callable[[], None]]
+LARGE_TILES = "normalized, 64-token tiles, 64/64"
 
 
 class Family(NamedTuple):
@@ -199,7 +201,7 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     for name, given in own.items():
         yield f"{name}, 64/64", partial(_sweep, dtype, 1, *given)
     long = partial(_sweep, dtype, 1, "normalized", None, tile=64)
-    yield "normalized, 64-token tiles, 64/64", long
+    yield LARGE_TILES, long
     for name in ("normalized", "normalized gates", "normalized decay"):
         yield f"{name} in parts, 64/64", partial(_sweep, dtype, 100, *own[name])
     for keys in (64, 128):
@@ -274,6 +276,14 @@ class _Driver:
         return 0
 
 
+def is_served(case: str, capability: int, dtype: str, release: str = triton.__version__) -> bool:
+    """False for large tiles where another form computes what they would; see ``chosen_tile``."""
+    if case != LARGE_TILES:
+        return True
+    compiles = release_of(release) >= tiles_triton.LARGE_TILES_SINCE
+    return compiles and dtype == "bfloat16" and capability in (90, 100)
+
+
 def figures(family: str, capability: int, dtype: str, only: str | None = None) -> list[dict]:
     """Compile the kernels of a family for an architecture, in all forms or in the form ``only``.
 
@@ -309,7 +319,7 @@ def figures(family: str, capability: int, dtype: str, only: str | None = None) -
 
     chosen = FAMILIES[family]
     for case, run in chosen.cases(getattr(torch, dtype)):
-        if only in (None, case):
+        if only in (None, case) and is_served(case, capability, dtype):
             for name in chosen.launchers:
                 importlib.import_module(name).launch = partial(compile_launch, case)
             run()

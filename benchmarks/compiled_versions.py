@@ -43,7 +43,7 @@ FORMS = {
         "causal, 32/32",
         "causal, 64/32",
         "normalized, 64/64",
-        "normalized, 64-token tiles, 64/64",
+        compiled.LARGE_TILES,
     ),
 }
 """Family -> forms that use different instructions; benchmarks.compiled has all."""
@@ -58,6 +58,8 @@ def rows_of(capability: int, kind: str) -> Iterator[dict[str, Any]]:
     """
     for family, cases in FORMS.items():
         for case in cases:
+            if not compiled.is_served(case, capability, kind):
+                continue
             row = {"family": family, "case": case, "capability": capability, "dtype": kind}
             row |= {"kernels": 0, "spills": {}, "error": None}
             try:

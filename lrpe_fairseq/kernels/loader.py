@@ -207,10 +207,15 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the release of a version of Triton: (3, 10) of "3.10.0+git1"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 def _why_too_old() -> str:
     """Return the reason why this release of Triton does not compile the kernels, if it does not."""
     version = importlib.import_module("triton").__version__
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= OLDEST_TRITON:
+    if release_of(version) >= OLDEST_TRITON:
         return ""
     needed = ".".join(map(str, OLDEST_TRITON))
     return (

@@ -11,7 +11,6 @@ instructions than a reduction over threads.
 
 import logging
 import os
-import re
 from functools import cache
 
 import torch
@@ -19,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lrpe_fairseq.kernels.loader import release_of
 from lrpe_fairseq.kernels.results import FARTHEST, LIMIT
 
 PROGRAMS = 264
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 TILE = "LRPE_FAIRSEQ_LINEAR_TILE"
 """Environment variable with the tokens of a tile of quotients; see :func:`chosen_tile`."""
+LARGE_TILES_SINCE = (3, 5)
+"""The first release of Triton that compiles tiles of 64 tokens for H100 and B200."""
 
 STATE = {8: 64 * 64, 9: 128 * 64}
 """Largest state, in numbers, of a program on GPUs of compute capability 8, and of 9 or more. Larger
@@ -73,13 +75,13 @@ def chosen_tile() -> int:
 
     It counts in bfloat16 on H100, H200 and B200, for heads of up to 64. Elsewhere tiles of 64
     tokens spill many registers, and 32 or fewer are used. Which one is faster is not measured.
-    Triton 3.4 does not compile them for B200.
+    Triton 3.4 does not compile them for B200: with it tiles have 32.
     Raises: ValueError for another value of TILE.
     """
     value = os.environ.get(TILE, "32")
     if value not in ("32", "64"):
         raise ValueError(f"{TILE} must be 32 or 64 (tokens of a tile), not {value!r}")
-    if value == "64" and tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 5):
+    if value == "64" and release_of(triton.__version__) < LARGE_TILES_SINCE:
         logger.warning(
             "%s=64 needs Triton 3.5 or newer, and this is %s: tiles have 32 tokens",
             TILE,

@@ -18,17 +18,23 @@ from benchmarks import compiled, compiled_versions
 hashes = {name: compiled.source_hash(name) for name in compiled.FAMILIES}
 half = compiled.torch.float16
 names = {f: [case for case, _ in x.cases(half)] for f, x in compiled.FAMILIES.items()}
+kinds = [(c, t) for c in compiled.CAPABILITIES for t in compiled.TYPES]
+wanted = [(f, x, *kind) for f, cases in names.items() for x in cases for kind in kinds
+          if compiled.is_served(x, *kind, "3.9")]
 committed = json.loads(compiled.FIGURES.read_text())
 many = [row for row in committed["rows"] if row["spilled_bytes"] > compiled.may_spill(row)]
 one = {"flash": "plain, 64/64", "stick": "plain, 64/64", "encode": "phi alone"}
 one["linear"] = "numerator, 64/64"
 again = [r for f in compiled.FAMILIES for r in compiled.figures(f, 90, "bfloat16", one[f])]
-print(json.dumps([hashes, names, again, compiled.version("triton"), compiled.CAPABILITIES,
-    compiled.SHARED, compiled.TYPES, many, committed]))
+print(json.dumps([hashes, wanted, again, compiled.version("triton"), compiled.SHARED, many,
+    committed]))
 releases = json.loads(compiled_versions.FIGURES.read_text())
-releases |= {"forms": compiled_versions.FORMS, "versions": compiled_versions.VERSIONS}
+forms = [(family, case) for family, cases in compiled_versions.FORMS.items() for case in cases]
+assert all(case in names[family] for family, case in forms)
 types = {c: compiled_versions.TYPES.get(c, ("bfloat16",)) for c in compiled_versions.CAPABILITIES}
-releases |= {"types": [(c, x) for c in types for x in types[c]]}
+kinds = [(c, x) for c in types for x in types[c]]
+releases["wanted"] = [(v, *form, *kind) for v in compiled_versions.VERSIONS for form in forms
+                      for kind in kinds if compiled.is_served(form[1], *kind, v)]
 print(json.dumps(releases))
 """
 
@@ -60,15 +66,13 @@ def test_the_figures_are_those_of_the_present_kernels(compiled):
 
 
 def test_every_form_is_compiled_for_every_architecture_in_both_half_types(compiled):
-    _, names, _, _, capabilities, _, types, _, committed = compiled
+    _, wanted, *_, committed = compiled
     found = {(r["family"], r["case"], r["capability"], r["dtype"]) for r in committed["rows"]}
-    for family, cases in names.items():
-        wanted = {(family, case, c, t) for case in cases for c in capabilities for t in types}
-        assert wanted <= found
+    assert set(map(tuple, wanted)) <= found
 
 
 def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(compiled):
-    *_, shared, _, many, committed = compiled
+    *_, shared, many, committed = compiled
     assert not many
     for row in committed["rows"]:
         assert row["shared_bytes"] <= shared[str(row["capability"])] * 1024, row
@@ -76,14 +80,11 @@ def test_no_kernel_spills_registers_or_needs_more_shared_memory_than_there_is(co
 
 def test_every_release_was_tried_with_its_forms_for_every_architecture(lines):
     """Else run ``python -m benchmarks.compiled_versions``."""
-    (hashes, names, *_), releases = lines
+    (hashes, *_), releases = lines
     assert releases["sources"] == hashes
     keys = ("triton", "family", "case", "capability", "dtype")
     found = {tuple(row[key] for key in keys) for row in releases["rows"]}
-    forms = [(family, case) for family, cases in releases["forms"].items() for case in cases]
-    assert all(case in names[family] for family, case in forms)
-    versions = releases["versions"]
-    assert found == {(v, *form, *c) for v in versions for form in forms for c in releases["types"]}
+    assert found == set(map(tuple, releases["wanted"]))
     assert "note" not in releases
 
 
