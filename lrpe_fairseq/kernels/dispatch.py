@@ -3,14 +3,16 @@
 Triton modules choose between their own kernels, by width and dtype. Single tokens of decoding do
 not come here: they are a few products in PyTorch.
 
-| operation | on a GPU (Triton) | on a CPU (C++) | without a kernel |
+| operation | on a GPU (Triton) | on a CPU | without a kernel |
 |---|---|---|---|
 | Lambda P phi of q and k | ``encode.encode_triton`` | ``encode.encode_cpu`` | the encoding |
 | phi alone | ``encode.encode_triton`` | – | ``encode.encode.feature_map`` |
 | causal sums | ``linear.causal_triton`` | ``linear.causal_cpu`` | ``linear.causal`` |
 | sums over all keys | ``linear.full_triton`` | – | ``linear.causal`` |
 | softmax with terms | ``flash.flash_triton`` | – | blocks of queries |
-| stick-breaking | ``flash.stick_triton`` | – | blocks of queries |
+| stick-breaking | ``flash.stick_triton`` | ``flash.stick_cpu`` | blocks of queries |
+
+Kernels of a CPU are C++, except for ``flash.stick_cpu``, which has tiles in PyTorch.
 
 Sums of half types on a GPU that no Triton kernel serves have ``linear.half``. docs/speed.md and
 results/bench have the figures. Not measured: ``linear.half``, flash attention of padded batches and
@@ -35,6 +37,7 @@ from torch import Tensor
 from lrpe_fairseq.kernels import loader, operators, triton_calls, triton_operators
 from lrpe_fairseq.kernels.encode import encode_cpu
 from lrpe_fairseq.kernels.encode.encode import Transform, Variant, feature_map
+from lrpe_fairseq.kernels.flash import stick_cpu
 from lrpe_fairseq.kernels.linear import half
 from lrpe_fairseq.kernels.triton_calls import CAUSAL, ENCODE, FLASH, HALF
 
@@ -207,6 +210,16 @@ def stick_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor
         return triton_calls.stick_attention(q, k, v, **arguments)
     serves = triton_operators.serves_softmax(q, k, v)
     return triton_operators.stick_attention(q, k, v, **arguments) if serves else None
+
+
+def tiled_stick_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+    """Compute ``stick_cpu.stick_attention``, or return None where it does not support the tensors.
+
+    Without masks and dropout.
+    """
+    if torch.compiler.is_compiling() or not stick_cpu.serves(q, k, v):
+        return None
+    return stick_cpu.stick_attention(q, k, v, scale)
 
 
 def padded_attention(

@@ -62,6 +62,11 @@ def encoded_attention(
     if out is not None:
         _log(encoding, "triton", q)
         return out
+    if _is_stick(queries, call) and keys.unmasked and not call.dropout:
+        out = dispatch.tiled_stick_attention(q, k, v, call.scale)
+        if out is not None:
+            _log(encoding, "tiles", q)
+            return out
     # a window that hides slots is cheaper in blocks than as a mask of all pairs
     window = keys.window if window_is_in_slots(queries, keys) else None
     plain = call.form.has_only() and queries.sums is None
@@ -218,11 +223,16 @@ def _shares(
 
     None if that kernel does not support the call, and for a single query.
     """
-    alone = call.form.has_only("weigh", "shares") and queries.sums is None
-    if not (call.causal and alone and _has_slots(queries, keys)) or q.shape[2] == 1:
+    if not (_is_stick(queries, call) and _has_slots(queries, keys)) or q.shape[2] == 1:
         return None
     masks = _masks(queries, keys)
     return dispatch.stick_attention(q, k, v, scale=call.scale, dropout=call.dropout, **masks)
+
+
+def _is_stick(queries: Tokens, call: Call) -> bool:
+    """True if stick-breaking attention is all that the form describes."""
+    alone = call.form.has_only("weigh", "shares") and queries.sums is None
+    return call.causal and call.form.shares and alone
 
 
 def _masks(queries: Tokens, keys: Tokens) -> dict[str, Any]:
