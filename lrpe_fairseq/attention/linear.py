@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lrpe_fairseq.attention.operators import carried_sums, channel_sums, score_blocks
-from lrpe_fairseq.attention.softmax.blocks import BLOCK, decay_sums, query_blocks
+from lrpe_fairseq.attention.softmax.blocks import BLOCK, block_of, decay_sums, query_blocks
 from lrpe_fairseq.attention.tokens import Tokens, visible_pairs, window_is_in_slots
 from lrpe_fairseq.attention.transport import reflected, scores_naive
 from lrpe_fairseq.attention.windows import is_cut, windows_of
@@ -231,7 +231,7 @@ def _score_blocks(
     if transport is not None:
         yield from score_blocks(q, k, transport, BLOCK, window)
         return
-    for rows, columns in query_blocks(q, k, True, BLOCK, window):
+    for rows, columns in query_blocks(q, k, True, block_of(q, causal=True), window):
         yield rows, columns, partial(torch.matmul, q[:, :, rows], k[:, :, columns].mT)
 
 
