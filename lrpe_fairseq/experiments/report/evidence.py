@@ -210,7 +210,13 @@ RECOMMENDED = (
     ("linear", "fox, fox-bias 3.0", "rope"),
     ("linear", "fox, layernorm, fox-bias 3.0", "rope, layernorm"),
     ("linear", "gated:lrpe-type2, layernorm", "fox, layernorm"),
+    ("linear", "gated:lrpe-type2, layernorm, fox-bias 3.0", "fox, layernorm, fox-bias 3.0"),
     ("linear", "gated:path:lrpe-type2, layernorm", "fox, layernorm"),
+    (
+        "linear",
+        "gated:path:lrpe-type2, layernorm, fox-bias 3.0",
+        "gated:lrpe-type2, layernorm, fox-bias 3.0",
+    ),
     ("linear", "permuteformer", "rope"),
     ("linear", "lrpe-type2", "rope"),
     ("linear", "lrpe-type2, bounded", "rope, bounded"),
@@ -224,6 +230,7 @@ RECOMMENDED = (
 """Attention and two methods: the comparisons behind the advice of README and docs/choosing.md."""
 ANSWERS = (
     ("linear", "fox, fox-bias 3.0"),
+    ("linear", "gated:lrpe-type2, layernorm, fox-bias 3.0"),
     ("linear", "lrpe-type2, bounded"),
     ("softmax", "stick-breaking"),
     ("softmax", "rope"),
@@ -261,8 +268,11 @@ COVERED = (
     ("linear", "lrpe-type2, layernorm"),
     ("linear", "lrpe-type2, bounded"),
     ("linear", "lrpe-type2, angle-floor turn"),
+    ("linear", "fox, layernorm, fox-bias 3.0"),
     ("linear", "gated:lrpe-type2, layernorm"),
+    ("linear", "gated:lrpe-type2, layernorm, fox-bias 3.0"),
     ("linear", "gated:path:lrpe-type2, layernorm"),
+    ("linear", "gated:path:lrpe-type2, layernorm, fox-bias 3.0"),
     ("linear", "permuteformer"),
     ("softmax", "rope"),
     ("softmax", "lrpe-type2"),
