@@ -43,7 +43,8 @@ CURVES = {
 GROUPS = {
     "Language models": ["quickstart", "table2", "catalogue", "extrapolation", "angles", "bounded",
                         "contrast", "budget", "medium", "books", "tmlr-table2", "tmlr-table5",
-                        "table5", "hybrid-lm", "packed", "context-scaling", "parts", "dependent"],
+                        "table5", "hybrid-lm", "hybrid-books", "packed", "context-scaling", "parts",
+                        "dependent"],
     "Masked language models and GLUE": ["table8", "table3", "tmlr-table1-pretrain", "tmlr-table1"],
     "Translation and transduction": ["table4", "ape-wmt14", "ape-sequences", "ape-trees"],
     "Classification and images": ["images", "listops", "ape-cifar10", "tmlr-table4", "tmlr-table3"],
