@@ -16,6 +16,7 @@ from lrpe_fairseq.experiments.runner import by_hand
 
 NO_INPUT = {"doctor", "quickstart"}  # they take no arguments
 BAD = {  # command -> arguments, with {absent} for a path that does not exist
+    "compare": "table2 Type2 Nobody",
     "convert": "{absent}/model {absent}/out",
     "drift": "{absent} {absent} --label mine --out {absent}/o.json",
     "eval_classifier": "{absent}/a.pt {absent}",

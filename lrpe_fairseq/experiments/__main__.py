@@ -9,6 +9,7 @@ from lrpe_fairseq.experiments.records.console import refused_without
 
 COMMANDS = (
     "run_table",
+    "compare",
     "train_row",
     "finetune_glue",
     "eval_lm",

@@ -76,8 +76,10 @@ def test_a_page_says_where_no_row_is_better_than_n_grams(root):
     assert "| the same with a cache of the context | 34.00 | | |" in found
     ngrams(root, 41.0)
     found = text(root)
-    assert "**N-grams.**" not in found
+    assert "**N-grams.** `valid`: 1 of 4 rows are better than 6-grams of the tokens" in found
     assert f"| {names.format('41.00')}" in found
+    ngrams(root, 70.0)
+    assert "**N-grams.**" not in text(root)
 
 
 def test_models_that_have_learned_and_fail_elsewhere_have_no_order_of_learning_n_grams(root):

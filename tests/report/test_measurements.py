@@ -58,6 +58,26 @@ def test_pages_that_share_runs_share_their_rows_and_verdicts(root):
     assert alone.verdict("two", "one") != other.verdict("two", "one")  # the rest of the page counts
 
 
+def test_a_pair_of_one_attention_type_has_its_verdict_in_a_column_of_any_attention_too(root):
+    path = root / "configs" / "tables" / "demo.yaml"
+    mixed = yaml.safe_load(path.read_text())
+    stack = {"label": "stack", "encoding": "rope,none", "attention": ["linear,softmax"]}
+    mixed |= {"title": "Mixed", "rows": [*mixed["rows"], stack]}
+    mixed["columns"] = [{**mixed["columns"][0], "attention": "any"}]
+    del mixed["headline"], mixed["columns"][0]["paper"]
+    (root / "configs" / "tables" / "mixed.yaml").write_text(yaml.safe_dump(mixed))
+    for seed in (1, 2, 3):
+        several = {"attention_type": "linear,softmax", "label": "stack"}
+        save(root, "rope,none", seed, measured(45.0 + seed, seed), **several)
+    results = Results(root)
+    own, other = results.column("demo", "ppl"), results.column("mixed", "ppl")
+    assert other.measurement is not own.measurement
+    assert other.verdict("RoPE", "Base") == own.verdict("RoPE", "Base")
+    across = other.measurement.verdict(other.identity("stack"), other.identity("Base"))
+    assert across.known
+    assert other.verdict("stack", "Base") == across
+
+
 def test_columns_of_other_trainings_evaluations_and_metrics_are_other_measurements(root):
     table = next(t for t in load_tables(ROOT / "configs" / "tables") if t.name == "budget")
     keys = {measurements.key_of(ROOT, table, "annealed", "d", c).text() for c in table.columns}
@@ -121,8 +141,8 @@ def test_the_contrasts_of_this_repository_name_rows_that_exist_and_are_at_most_t
         assert table.row(one.a).has(column)
         assert table.row(one.b).has(column)
         count.setdefault((one.table, one.scale), set()).add((one.column, one.a, one.b))
-    scales = {("contrast", "long"), ("medium", "medium"), ("medium", "medium-5m")}
-    assert count.keys() == scales
+    long, books = ("contrast", "long"), ("hybrid-books", "medium-5m")
+    assert count.keys() == {long, books, ("medium", "medium"), ("medium", "medium-5m")}
     assert all(len(pairs) <= round(0.05 / orders.PRIMARY) for pairs in count.values())
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lrpe_fairseq.experiments.records.tables import Column, Table
+from lrpe_fairseq.experiments.records.tables import ANY, Column, Table
 from lrpe_fairseq.experiments.report import measurements, orders
 from lrpe_fairseq.experiments.report.markdown import fixed
 
@@ -33,9 +33,8 @@ class Home(Protocol):
     """The measurements of all pages, to which a column belongs."""
 
     root: Path
-
-    def of(self, key: "measurements.Key") -> orders.Measurement:
-        """Return the measurement of a key, with the rows of all columns that have it."""
+    every: "Mapping[measurements.Key, orders.Measurement]"
+    """The measurement of every key, with the rows of all columns that have it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,20 @@ class ColumnView:
     @functools.cached_property
     def measurement(self) -> orders.Measurement:
         """The measurement of this column, with the rows of all pages."""
-        return self.home.of(self.key)
+        return self.home.every[self.key]
+
+    def _measurement_of(self, row: str, other: str) -> orders.Measurement:
+        """Return the measurement that two rows share.
+
+        In a column of any attention, rows of one attention type have the measurement of a column of
+        that type, if a table has both there: one pair has one verdict.
+        """
+        kinds = {self.table.row(label).attention_in(self.column) for label in (row, other)}
+        if self.column.attention == ANY and len(kinds) == 1:
+            own = self.home.every.get(self.key._replace(attention=kinds.pop()))
+            if own and {self.identity(row), self.identity(other)} <= own.cells.keys():
+                return own
+        return self.measurement
 
     def identity(self, row: str) -> str:
         """Return what names a row on all pages: the runs that have its values."""
@@ -103,7 +115,8 @@ class ColumnView:
             return orders.Verdict(orders.UNSTABLE, math.nan, -math.inf, math.inf, unit)
         if row not in self.rows or other not in self.rows:
             return orders.Verdict(orders.UNRESOLVED, math.nan, -math.inf, math.inf, unit)
-        return self.measurement.verdict(self.identity(row), self.identity(other))
+        shared = self._measurement_of(row, other)
+        return shared.verdict(self.identity(row), self.identity(other))
 
     def mark(self, row: str, other: str) -> str:
         """Return the name of :meth:`verdict`."""

@@ -207,16 +207,12 @@ LARGER = (
 and column, with ``{attention}`` where the table has it for both. Places with one heading share
 a column."""
 RECOMMENDED = (
-    ("linear", "fox, fox-bias 3.0", "rope"),
+    ("linear", "fox, fox-bias 3.0", "rope, layernorm"),
     ("linear", "fox, layernorm, fox-bias 3.0", "rope, layernorm"),
-    ("linear", "gated:lrpe-type2, layernorm", "fox, layernorm"),
+    ("linear", "gated:lrpe-type2, layernorm, fox-bias 3.0", "fox, fox-bias 3.0"),
     ("linear", "gated:lrpe-type2, layernorm, fox-bias 3.0", "fox, layernorm, fox-bias 3.0"),
-    ("linear", "gated:path:lrpe-type2, layernorm", "fox, layernorm"),
-    (
-        "linear",
-        "gated:path:lrpe-type2, layernorm, fox-bias 3.0",
-        "gated:lrpe-type2, layernorm, fox-bias 3.0",
-    ),
+    ("linear", "gated:path:lrpe-type2, layernorm, fox-bias 3.0", "fox, fox-bias 3.0"),
+    ("linear", "gated:path:lrpe-type2, layernorm, fox-bias 3.0", "fox, layernorm, fox-bias 3.0"),
     ("linear", "permuteformer", "rope"),
     ("linear", "lrpe-type2", "rope"),
     ("linear", "lrpe-type2, bounded", "rope, bounded"),
@@ -238,7 +234,7 @@ ANSWERS = (
 """Attention and method: what README advises for language models."""
 ADVICE = (
     *ANSWERS,
-    ("linear", "gated:path:lrpe-type2, layernorm"),
+    ("linear", "gated:path:lrpe-type2, layernorm, fox-bias 3.0"),
     ("linear", "permuteformer"),
 )
 """The same of docs/choosing.md."""
@@ -268,6 +264,7 @@ COVERED = (
     ("linear", "lrpe-type2, layernorm"),
     ("linear", "lrpe-type2, bounded"),
     ("linear", "lrpe-type2, angle-floor turn"),
+    ("linear", "fox, layernorm"),
     ("linear", "fox, layernorm, fox-bias 3.0"),
     ("linear", "gated:lrpe-type2, layernorm"),
     ("linear", "gated:lrpe-type2, layernorm, fox-bias 3.0"),
@@ -319,7 +316,7 @@ def largest_model(results: Results) -> float:
 def untested(results: Results, advice: Sequence[tuple[str, str]] = ADVICE) -> str:
     """Name the advised methods that were trained nowhere where models are better than n-grams.
 
-    A method with another normalizer is another method.
+    A method with another normalizer or ``fox-bias`` is another method.
     """
     lacking = [
         f"`{method}` ({kind})"
@@ -345,14 +342,8 @@ def _compared(results: Results, place: Sequence[str], attention: str, one: str, 
 
 
 def _row_of(view: ColumnView, method: str) -> str | None:
-    """Return the row of a method; without one, the only row with another ``fox-bias``, or None."""
-    names = {view.names[row]: row for row in view.ranked()}
-    alike = [row for name, row in names.items() if _without_bias(name) == _without_bias(method)]
-    return names.get(method) or (alike[0] if len(alike) == 1 else None)
-
-
-def _without_bias(name: str) -> str:
-    return name.partition(", fox-bias")[0]
+    """Return the row of a method, or None. Another ``fox-bias`` is another method."""
+    return next((row for row in view.ranked() if view.names[row] == method), None)
 
 
 # --- sentences -----------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def rank_correlation(view: ColumnView) -> str:
 
 
 def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
-    """Say which columns have no row that is better than n-grams of the same tokens.
+    """Say which columns have no row, or not all rows, better than n-grams of the same tokens.
 
     Models that are better in another column, such as at the training length, have learned more
     than n-grams and fail in this one; nothing is said about why.
@@ -308,7 +308,7 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
             # Columns of equal n-grams share a sentence.
             key = view.yardstick["ppl"], _models(view) in learned
             groups.setdefault(key, []).append(view)
-    lines = []
+    lines = _partly_learned(known)
     for (value, fails), members in groups.items():
         where = "" if len(members) == len(known) else f" in {_columns(members, known)}"
         order = members[0].yardstick["order"]
@@ -317,6 +317,22 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
         rest = "." if fails else f": {shown} how fast models learn n-grams."
         lines.append(f"**N-grams.** No row{where} is better than {ngrams}{rest}")
     return lines
+
+
+def _partly_learned(views: list[ColumnView]) -> list[str]:
+    """Count the rows that are better than n-grams, in the first column of each kind of models."""
+    first = {_models(view): view for view in reversed(views)}
+    lines = []
+    for view in first.values():
+        rows, value = view.ranked(), view.yardstick["ppl"]
+        better = sum(view.mean(row) < value for row in rows)
+        if 0 < better < len(rows):
+            lines.append(
+                f"**N-grams.** `{_heading(view, views)}`: {better} of {len(rows)} rows are better "
+                f"than {view.yardstick['order']}-grams of the tokens that the models have read "
+                f"({value:.2f})."
+            )
+    return lines[::-1]
 
 
 def _models(view: ColumnView) -> tuple[str, tuple[str, ...]]:

@@ -29,13 +29,9 @@ class Measurements:
         self.root = root
         self._views = views
 
-    def of(self, key: "measurements.Key") -> orders.Measurement:
-        """Return the measurement of a key, with the rows of all columns that have it."""
-        return self.every[key]
-
     @functools.cached_property
     def every(self) -> "dict[measurements.Key, orders.Measurement]":
-        """All measurements, with the frozen priors and the named contrasts."""
+        """Key -> measurement, with the frozen priors and the named contrasts."""
         return measurements.gathered(self.root, self._views())
 
 
