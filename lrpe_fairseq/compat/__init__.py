@@ -19,7 +19,6 @@ module                 what it mends
 ``clock``              training time survives a change of the clock
 ``dictionary_check``   a checkpoint records its words, and is not read with others
 ``few_launches``       ``adam`` on a GPU updates all parameters at once
-``freed_memory``       steps on a CPU use the memory of the last one again
 ``half_precision``     ``--fp16`` resumes with the float32 weights
 ``hydra_warnings``     hydra's deprecations are hidden
 ``missing_path``       a missing ``--path``, or weights that do not fit, are one sentence
@@ -60,7 +59,6 @@ from lrpe_fairseq.compat.byte_pieces import join_byte_pieces
 from lrpe_fairseq.compat.clock import measure_training_time_monotonically
 from lrpe_fairseq.compat.dictionary_check import refuse_other_dictionaries
 from lrpe_fairseq.compat.few_launches import update_in_few_launches
-from lrpe_fairseq.compat.freed_memory import keep_freed_memory
 from lrpe_fairseq.compat.half_precision import save_what_half_precision_rounds
 from lrpe_fairseq.compat.hydra_warnings import silence_deprecations_of_hydra
 from lrpe_fairseq.compat.missing_path import refuse_a_missing_path
@@ -114,7 +112,6 @@ FIXES: tuple[Callable[[], None], ...] = (
     say_how_long_a_training_takes,
     shorten_the_log,
     update_in_few_launches,
-    keep_freed_memory,
 )
 
 

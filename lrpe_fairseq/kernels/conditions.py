@@ -125,6 +125,7 @@ def _is_concrete(x: Tensor) -> bool:
     return (
         type(x) in (Tensor, nn.Parameter)
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # several gradients at once
         and not x.is_meta
     )
 

@@ -145,6 +145,15 @@ def test_tokens_are_written_into_room_that_is_kept():
     assert len(addresses) <= 5  # 10, 22, 46, 94, 190 tokens
 
 
+@pytest.mark.parametrize(("batch", "queries"), [(1, 128), (8, 128), (64, 32)])
+def test_blocks_of_causal_attention_on_a_cpu_have_few_queries_but_not_too_few(batch, queries):
+    q, k = torch.empty(batch, 4, 2048, 1), torch.empty(batch, 4, 2048, 1)
+    assert softmax.blocks.block_of(q, k, causal=True) == queries * batch * 4 * 2048
+    every = 2**24
+    assert softmax.blocks.block_of(q, k, causal=False) == every
+    assert softmax.blocks.block_of(q.to("meta"), k.to("meta"), causal=True) == every
+
+
 @pytest.mark.parametrize("name", ["t5", "permuteformer"])
 def test_dropout_acts_on_the_weights_of_every_block(name, monkeypatch):
     length = 40

@@ -39,6 +39,32 @@ def test_tiles_equal_the_definition_in_outputs_and_gradients(case, dtype, bound)
     assert_near(results(attention, tensors, options), exact(tensors, options), bound)
 
 
+@pytest.mark.parametrize("largest", [50.0, 1e4, 1e8])
+def test_a_large_score_is_not_rounded_away(largest):
+    """The key with it takes all that newer keys leave: the weights sum to 1."""
+    q, k = torch.ones(1, 1, 40, 1), torch.full((1, 1, 40, 1), -9.0)
+    k[:, :, 30] = largest
+    out = stick_cpu.stick_attention(q, k, torch.ones(1, 1, 40, 1), 1.0)
+    torch.testing.assert_close(out[:, :, 31:], torch.ones(1, 1, 9, 1), rtol=1e-6, atol=0)
+
+
+def test_another_default_device_changes_nothing():
+    tensors, options = inputs(T=40)
+    wanted = stick_cpu.stick_attention(*tensors.values(), options["scale"])
+    with torch.device("meta"):
+        found = stick_cpu.stick_attention(*tensors.values(), options["scale"])
+    assert torch.equal(found, wanted)
+
+
+def test_several_gradients_at_once_are_those_of_one_after_the_other():
+    q, k, v = (torch.randn(1, 1, 20, 3, requires_grad=True) for _ in "qkv")
+    out = stick_cpu.stick_attention(q, k, v, 0.5)
+    several = torch.randn(2, *out.shape)
+    found = torch.autograd.grad(out, q, several, retain_graph=True, is_grads_batched=True)[0]
+    wanted = [torch.autograd.grad(out, q, grad, retain_graph=True)[0] for grad in several]
+    torch.testing.assert_close(found, torch.stack(wanted))
+
+
 def test_keys_without_a_weight_are_not_read():
     """Scores near 8 leave nothing after 14 keys; the first 48 values are NaN."""
     tensors, options = inputs(T=100, B=1, H=1, near=8.0)

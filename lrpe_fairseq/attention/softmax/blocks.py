@@ -41,6 +41,9 @@ CPU_BLOCK = 2**20
 """The same for causal attention on a CPU: 4 MB in float32, which stay in the cache. Smaller blocks
 compute fewer hidden pairs. Without hidden pairs they save no time in training."""
 
+FEWEST_QUERIES = 128
+"""Minimum number of queries of such a block: each adds a gradient of all keys and values."""
+
 
 class Call(NamedTuple):
     """What all blocks of a call share."""
@@ -52,13 +55,16 @@ class Call(NamedTuple):
     dropout: float = 0.0
 
 
-def block_of(q: Tensor, causal: bool) -> int:
-    """Return the maximum number of scores of a block for queries on the device of ``q``.
+def block_of(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Return the maximum number of scores of a block of queries (B, H, T, D) and keys (B, H, S, D).
 
-    Compiled graphs have large blocks on a CPU too: a graph repeats its operations for every block.
+    Graphs have large blocks on a CPU too: they repeat their operations for every block.
     """
-    small = causal and q.device.type == "cpu" and not torch.compiler.is_compiling()
-    return min(BLOCK, CPU_BLOCK) if small else BLOCK
+    in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not causal or q.device.type != "cpu" or in_graph:
+        return BLOCK
+    fewest = FEWEST_QUERIES * q.shape[0] * q.shape[1] * k.shape[2]
+    return min(BLOCK, max(CPU_BLOCK, fewest))
 
 
 def attention_in_blocks(
@@ -71,7 +77,7 @@ def attention_in_blocks(
     window: int | None,
 ) -> Tensor:
     """Compute ``dispatch.encoded_attention`` in blocks of queries."""
-    slices = list(query_blocks(q, k, call.causal, block_of(q, call.causal), window))
+    slices = list(query_blocks(q, k, call.causal, block_of(q, k, call.causal), window))
     if len(slices) == 1:
         return one_block(q, k, v, queries, keys, call)
     parts = []

@@ -4,7 +4,7 @@ It equals ``stick.definition`` without masks and dropout. A tile stays in the ca
 after the query are not computed, and a row of tiles ends where nothing is left of the stick of any
 of its queries. With z = scale q.k, s = softplus(z) and sums over the keys from the newest to t:
 
-    log weight_t = z_t - sum_(u >= t) s_u
+    log weight_t = z_t - s_t - sum_(u > t) s_u
     dL/dz_t = weight_t g_t - sigmoid(z_t) sum_(u <= t) weight_u g_u,   g_t = v_t . dL/dout.
 
 Axes: B batch, H heads, T query time, S key time, D key width, E value width.
@@ -72,7 +72,7 @@ class _Stick(torch.autograd.Function):
     @gradients_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives
+        if torch.is_grad_enabled() or not is_plain(grad):  # second derivatives, several gradients
             definition = partial(stick.definition, scale=ctx.scale)
             return *gradients_of(definition, (q, k, v), ctx.needs_input_grad[:3], [grad]), None
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
@@ -92,7 +92,7 @@ def _heads(*tensors: Tensor) -> Iterator[list[Tensor]]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
     """Add the attention of one head to ``out`` (T, E)."""
     keys, values = (k * scale).flip(0), v.flip(0)
-    for rows, tiles in _tiles(len(q), len(k)):
+    for rows, tiles in _tiles(len(q), len(k), q.device):
         left = q.new_zeros(len(q[rows]), 1)
         for columns, hidden in tiles:
             z = q[rows] @ keys[columns].T
@@ -115,7 +115,7 @@ def _differentiate(
     """Write the gradients of one head to ``grad_q``, ``grad_k`` and ``grad_v``, which are 0."""
     keys, values = (k * scale).flip(0), v.flip(0)
     of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, tiles in _tiles(len(q), len(k)):
+    for rows, tiles in _tiles(len(q), len(k), q.device):
         left, kept = q.new_zeros(len(q[rows]), 1), []
         for columns, hidden in tiles:
             z = q[rows] @ keys[columns].T
@@ -144,10 +144,15 @@ def _weights(z: Tensor, left: Tensor, hidden: Tensor | None) -> tuple[Tensor, Te
     """
     if hidden is not None:
         z.masked_fill_(hidden, torch.finfo(z.dtype).min)
-    sums = F.softplus(z, threshold=50.0).cumsum_(-1).add_(left)  # the default, 20, rounds to 2e-9
+    parts = F.softplus(z, threshold=50.0)  # the default, 20, rounds to 2e-9
+    # own part first: a large score minus a sum that holds its part would be rounded
+    z.sub_(parts)
+    sums = parts.cumsum_(-1).add_(left)
+    z[:, :1].sub_(left)
+    z[:, 1:].sub_(sums[:, :-1])
     # torch's exp is ten times slower where its result is not a normal number
     lowest = _lowest(z.dtype)
-    weights = z.sub_(sums).clamp_min_(lowest).exp_()
+    weights = z.clamp_min_(lowest).exp_()
     return F.threshold_(weights, math.exp(lowest) * (1 + 1e-5), 0.0), sums[:, -1:]
 
 
@@ -161,20 +166,22 @@ def _lowest(dtype: torch.dtype) -> float:
     return math.log(torch.finfo(dtype).tiny) + 1e-5
 
 
-def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, Iterator[Tile]]]:
+def _tiles(
+    rows: int, columns: int, device: torch.device
+) -> Iterator[tuple[slice, Iterator[Tile]]]:
     """Yield slices of queries, the last ``rows`` of ``columns`` tokens, each with its tiles."""
     for first in range(0, rows, TILE):
         last = min(first + TILE, rows)
-        yield slice(first, last), _tiles_of(rows - last, rows - first, columns)
+        yield slice(first, last), _tiles_of(rows - last, rows - first, columns, device)
 
 
-def _tiles_of(newest: int, oldest: int, columns: int) -> Iterator[Tile]:
+def _tiles_of(newest: int, oldest: int, columns: int, device: torch.device) -> Iterator[Tile]:
     """Yield the tiles of queries, the newest keys first.
 
     newest, oldest: the own key of the last query, and the number after that of the first query.
     """
-    own = torch.arange(oldest - 1, newest - 1, -1).unsqueeze(-1)
+    own = torch.arange(oldest - 1, newest - 1, -1, device=device).unsqueeze(-1)
     for first in range(newest, columns, TILE):
         last = min(first + TILE, columns)
-        hidden = torch.arange(first, last) <= own if first < oldest else None
+        hidden = torch.arange(first, last, device=device) <= own if first < oldest else None
         yield slice(first, last), hidden
