@@ -166,9 +166,7 @@ def _lowest(dtype: torch.dtype) -> float:
     return math.log(torch.finfo(dtype).tiny) + 1e-5
 
 
-def _tiles(
-    rows: int, columns: int, device: torch.device
-) -> Iterator[tuple[slice, Iterator[Tile]]]:
+def _tiles(rows: int, columns: int, device: torch.device) -> Iterator[tuple[slice, Iterator[Tile]]]:
     """Yield slices of queries, the last ``rows`` of ``columns`` tokens, each with its tiles."""
     for first in range(0, rows, TILE):
         last = min(first + TILE, rows)
