@@ -231,7 +231,8 @@ def _score_blocks(
     if transport is not None:
         yield from score_blocks(q, k, transport, BLOCK, window)
         return
-    for rows, columns in query_blocks(q, k, True, block_of(q, k, causal=True), window):
+    limit = block_of(q, k, True, window)
+    for rows, columns in query_blocks(q, k, True, limit, window):
         yield rows, columns, partial(torch.matmul, q[:, :, rows], k[:, :, columns].mT)
 
 

@@ -148,10 +148,12 @@ def test_tokens_are_written_into_room_that_is_kept():
 @pytest.mark.parametrize(("batch", "queries"), [(1, 128), (8, 128), (64, 32)])
 def test_blocks_of_causal_attention_on_a_cpu_have_few_queries_but_not_too_few(batch, queries):
     q, k = torch.empty(batch, 4, 2048, 1), torch.empty(batch, 4, 2048, 1)
-    assert softmax.blocks.block_of(q, k, causal=True) == queries * batch * 4 * 2048
+    block_of = softmax.blocks.block_of
+    assert block_of(q, k, causal=True, window=None) == queries * batch * 4 * 2048
+    assert block_of(q, k, causal=True, window=128) == max(2**20, 128 * batch * 4 * 256)
     every = 2**24
-    assert softmax.blocks.block_of(q, k, causal=False) == every
-    assert softmax.blocks.block_of(q.to("meta"), k.to("meta"), causal=True) == every
+    assert block_of(q, k, causal=False, window=None) == every
+    assert block_of(q.to("meta"), k.to("meta"), causal=True, window=None) == every
 
 
 @pytest.mark.parametrize("name", ["t5", "permuteformer"])

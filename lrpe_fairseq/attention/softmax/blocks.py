@@ -42,7 +42,8 @@ CPU_BLOCK = 2**20
 compute fewer hidden pairs. Without hidden pairs they save no time in training."""
 
 FEWEST_QUERIES = 128
-"""Minimum number of queries of such a block: each adds a gradient of all keys and values."""
+"""Queries for which such a block may be larger, up to BLOCK: each block adds a gradient of all its
+keys and values."""
 
 
 class Call(NamedTuple):
@@ -55,7 +56,7 @@ class Call(NamedTuple):
     dropout: float = 0.0
 
 
-def block_of(q: Tensor, k: Tensor, causal: bool) -> int:
+def block_of(q: Tensor, k: Tensor, causal: bool, window: int | None) -> int:
     """Return the maximum number of scores of a block of queries (B, H, T, D) and keys (B, H, S, D).
 
     Graphs have large blocks on a CPU too: they repeat their operations for every block.
@@ -63,7 +64,9 @@ def block_of(q: Tensor, k: Tensor, causal: bool) -> int:
     in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not causal or q.device.type != "cpu" or in_graph:
         return BLOCK
-    fewest = FEWEST_QUERIES * q.shape[0] * q.shape[1] * k.shape[2]
+    length = k.shape[2]
+    keys = length if window is None else min(length, FEWEST_QUERIES + window)
+    fewest = FEWEST_QUERIES * q.shape[0] * q.shape[1] * keys
     return min(BLOCK, max(CPU_BLOCK, fewest))
 
 
@@ -77,7 +80,8 @@ def attention_in_blocks(
     window: int | None,
 ) -> Tensor:
     """Compute ``dispatch.encoded_attention`` in blocks of queries."""
-    slices = list(query_blocks(q, k, call.causal, block_of(q, k, call.causal), window))
+    limit = block_of(q, k, call.causal, window)
+    slices = list(query_blocks(q, k, call.causal, limit, window))
     if len(slices) == 1:
         return one_block(q, k, v, queries, keys, call)
     parts = []

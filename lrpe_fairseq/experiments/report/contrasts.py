@@ -1,5 +1,6 @@
 """What a page shows of the contrasts that were written down before their runs."""
 
+from lrpe_fairseq.experiments.records.tables import ANY
 from lrpe_fairseq.experiments.report import markdown, measurements
 from lrpe_fairseq.experiments.report.results import Results
 from lrpe_fairseq.experiments.report.sheets import Sheet
@@ -21,7 +22,8 @@ def section(results: Results, sheet: Sheet) -> str:
             missing += 1
             continue
         found = view.versus(one.a, one.b)
-        column = f"{view.column.attention}, {view.column.title}"
+        kind, title = view.column.attention, view.column.title
+        column = title if kind == ANY else f"{kind}, {title}"
         lines.append([column, f"`{view.names[one.a]}`", f"`{view.names[one.b]}`", found])
     if not lines:
         return ""
