@@ -58,15 +58,9 @@ def encoded_attention(
     if queries.transport is not None:
         _log(encoding, "blocks of chunks", q)
         return blocks.carried_attention(q, k, v, queries, keys, call)
-    out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
+    out = _by_kernel(encoding, q, k, v, queries, keys, call)
     if out is not None:
-        _log(encoding, "triton", q)
         return out
-    if _is_stick(queries, call) and keys.unmasked and not call.dropout:
-        out = dispatch.tiled_stick_attention(q, k, v, call.scale)
-        if out is not None:
-            _log(encoding, "tiles", q)
-            return out
     # a window that hides slots is cheaper in blocks than as a mask of all pairs
     window = keys.window if window_is_in_slots(queries, keys) else None
     plain = call.form.has_only() and queries.sums is None
@@ -80,6 +74,27 @@ def encoded_attention(
         features = cut.cut(q), cut.cut_keys(k), cut.cut_keys(v)
         return cut.joined(blocks.one_block(*features, queries, keys, call))
     return blocks.attention_in_blocks(q, k, v, queries, keys, call, window)
+
+
+def _by_kernel(
+    encoding: Encoding,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tokens,
+    keys: Tokens,
+    call: Call,
+) -> Tensor | None:
+    """Compute :func:`encoded_attention` by a kernel; None if none serves it."""
+    out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
+    if out is not None:
+        _log(encoding, "triton", q)
+        return out
+    if _is_stick(queries, call) and keys.unmasked and not call.dropout:
+        out = dispatch.tiled_stick_attention(q, k, v, call.scale)
+        if out is not None:
+            _log(encoding, "tiles", q)
+    return out
 
 
 def encoded_weights(
