@@ -77,13 +77,7 @@ def encoded_attention(
 
 
 def _by_kernel(
-    encoding: Encoding,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Tokens,
-    keys: Tokens,
-    call: Call,
+    encoding: Encoding, q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, call: Call
 ) -> Tensor | None:
     """Compute :func:`encoded_attention` by a kernel; None if none serves it."""
     out = (_shares if call.form.shares else _flash)(q, k, v, queries, keys, call)
