@@ -42,8 +42,8 @@ CPU_BLOCK = 2**20
 compute fewer hidden pairs. Without hidden pairs they save no time in training."""
 
 FEWEST_QUERIES = 128
-"""Queries for which such a block may be larger, up to BLOCK: each block adds a gradient of all its
-keys and values."""
+"""Minimum number of queries of such a block, where BLOCK has room for them. Every block adds a
+gradient of all its keys and values, so blocks of few queries are slow."""
 
 
 class Call(NamedTuple):

@@ -321,7 +321,9 @@ def _of_ngrams(views: Iterable[ColumnView]) -> list[str]:
 
 def _partly_learned(views: list[ColumnView]) -> list[str]:
     """Count the rows that are better than n-grams, in the first column of each kind of models."""
-    first = {_models(view): view for view in reversed(views)}
+    first: dict[tuple[str, tuple[str, ...]], ColumnView] = {}
+    for view in views:
+        first.setdefault(_models(view), view)
     lines = []
     for view in first.values():
         rows, value = view.ranked(), view.yardstick["ppl"]
@@ -332,7 +334,7 @@ def _partly_learned(views: list[ColumnView]) -> list[str]:
                 f"than {view.yardstick['order']}-grams of the tokens that the models have read "
                 f"({value:.2f})."
             )
-    return lines[::-1]
+    return lines
 
 
 def _models(view: ColumnView) -> tuple[str, tuple[str, ...]]:
